@@ -74,8 +74,8 @@ def differences(one: TensorSource, other: TensorSource) -> Iterator[tuple[str, s
             largest = largest_difference(one.read(name), other.read(name))
             dtypes = [x.tensors[name][0] for x in (one, other)]
             if largest or dtypes[0] != dtypes[1]:
-                what = "" if dtypes[0] == dtypes[1] else f"types {' and '.join(dtypes)}"
-                yield name, what, largest
+                fault = "" if dtypes[0] == dtypes[1] else f"types {' and '.join(dtypes)}"
+                yield name, fault, largest
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -97,8 +97,8 @@ def latest_together(folder: str | Path, *, rank: int, group: Group | None = None
     assert isinstance(names, list)
     last = ""
     for path in map(Path, names):
-        mine = damage(path, checksums=True, share=share)
-        problem = primitives.reduce_objects(mine, _first_problem, group)
+        own_damage = damage(path, checksums=True, share=share)
+        problem = primitives.reduce_objects(own_damage, _first_problem, group)
         if problem is None:
             return path
         if rank == ranks[0]:
@@ -109,8 +109,8 @@ def latest_together(folder: str | Path, *, rank: int, group: Group | None = None
     return None
 
 
-def _first_problem(found: list[object]) -> object:
-    return next((problem for problem in found if problem is not None), None)
+def _first_problem(problems: list[object]) -> object:
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def load(
@@ -235,13 +235,13 @@ class ShardReader:
         if checksums:
             mapped.verify(expected)
 
-    def check_total(self, asked: int) -> None:
+    def check_total(self, expected: int) -> None:
         """Raise CheckpointError if the checkpoint has weights that no rank asked for."""
         entries = self.manifest.tensors.items()
         saved = sum(math.prod(entry.shape) for name, entry in entries if "#" not in name)
-        if saved != asked:
+        if saved != expected:
             raise CheckpointError(
-                f"{self.path} holds {saved} elements of parameters, this run has {asked}: "
+                f"{self.path} holds {saved} elements of parameters, this run has {expected}: "
                 f"it belongs to another model; use the model section that it was written with"
             )
 

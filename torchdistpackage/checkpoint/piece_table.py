@@ -64,12 +64,12 @@ class PieceTable:
 
     def take(self, written: Iterable[WrittenFiles]) -> None:
         """Keep the headers of this save, of which the ranks have sent those that are new."""
-        known = dict(self._headers)
+        headers = dict(self._headers)
         self._digests = {}
         for each in written:
-            known |= each.headers
+            headers |= each.headers
             self._digests |= each.digests
-        self._headers = {digest: known[digest] for digest in self._digests.values()}
+        self._headers = {digest: headers[digest] for digest in self._digests.values()}
 
     def tensors(self, files: Files) -> dict[str, TensorEntry]:
         """Return all tensors of a checkpoint with these files.
@@ -91,11 +91,11 @@ def collect(headers: Mapping[str, str]) -> dict[str, TensorEntry]:
     Raises:
         CheckpointError: ranks disagree about a tensor, or its pieces do not tile it.
     """
-    found: dict[str, TensorEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
     pieces: dict[str, list[TensorEntry]] = {}
     for file, text in headers.items():
         for name, entry in Manifest.from_json(text).tensors.items():
-            have = found.setdefault(name, entry)
+            have = tensors.setdefault(name, entry)
             if (have.shape, have.dtype) != (entry.shape, entry.dtype):
                 raise CheckpointError(
                     f"{name} is {entry.dtype} of shape {entry.shape} in {file}, but {have.dtype} "
@@ -103,14 +103,14 @@ def collect(headers: Mapping[str, str]) -> dict[str, TensorEntry]:
                 )
             pieces.setdefault(name, []).append(entry)
     for name, entries in pieces.items():
-        entry = found[name]
-        found[name] = TensorEntry(
+        entry = tensors[name]
+        tensors[name] = TensorEntry(
             entry.shape, entry.dtype, tuple(piece for each in entries for piece in each.pieces)
         )
-        covered = sum(math.prod(piece.lengths) for piece in found[name].pieces)
+        covered = sum(math.prod(piece.lengths) for piece in tensors[name].pieces)
         if covered != math.prod(entry.shape):
             raise CheckpointError(
                 f"{name}: the ranks own {covered} elements of {math.prod(entry.shape)} "
                 f"(shape {entry.shape}); its layouts on the ranks do not belong together"
             )
-    return found
+    return tensors

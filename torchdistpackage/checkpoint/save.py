@@ -202,11 +202,11 @@ def start_save(
         views = take_snapshot(file_name(rank), layouts, topology_rank, optimizer, extras or {})
         return views if copies is None else copies.copy(views)
 
-    taken = LocalWork(snapshot, in_thread=False)
+    snapshot_work = LocalWork(snapshot, in_thread=False)
     return PendingSave(
         target,
         SaveFacts(step, tokens, degrees_of(topology), facts or {}),
-        lambda temporary, cancelled: target.write(temporary, taken.result(), cancelled),
+        lambda temporary, cancelled: target.write(temporary, snapshot_work.result(), cancelled),
         in_thread=copies is not None,
     )
 
@@ -242,8 +242,8 @@ class PendingSave:
         self._next: Callable[[object], None] | None = self._begin_files
         self._conclude: Callable[[list[Any]], object] = _folders
         self.files: Files = {}
-        made = self._on_committer(lambda: str(target.make_temporary(saved.step)))
-        self._work, self._told = made, lambda: (self._source, made.result())
+        temporary = self._on_committer(lambda: str(target.make_temporary(saved.step)))
+        self._work, self._told = temporary, lambda: (self._source, temporary.result())
 
     def _on_committer(self, work: Callable[[], object]) -> LocalWork[object]:
         """Start work on the committer; other ranks do nothing."""
@@ -263,16 +263,16 @@ class PendingSave:
         self._work, self._conclude = written, self._take_files
         self._told = lambda: (self._commits, written.result())
 
-    def _take_files(self, told: list[tuple[bool, WrittenFiles]]) -> object:
+    def _take_files(self, reports: list[tuple[bool, WrittenFiles]]) -> object:
         """Keep on the group's first rank what all have written; what the other committers need."""
-        written = [each for _, each in told]
+        written = [each for _, each in reports]
         _table(self._group).take(written)
         files = {name: facts for each in written for name, facts in each.files.items()}
-        if not any(commits for commits, _ in told[1:]):
+        if not any(commits for commits, _ in reports[1:]):
             # none but this rank needs the list: it does not travel
             self.files = files
             return None
-        return ForEach([files if commits else None for commits, _ in told])
+        return ForEach([files if commits else None for commits, _ in reports])
 
     def _begin_commit(self, files: object) -> None:
         _, written = cast(tuple[bool, WrittenFiles], self._told())
@@ -339,10 +339,13 @@ class PendingSave:
         self._unused()
 
 
-def _folders(told: list[tuple[int, str]]) -> object:
-    """Return the folder that each rank's committer has made; told: by rank where its committer is
-    in the group, and the folder that it made itself."""
-    folders = [told[source][1] for source, _ in told]
+def _folders(reports: list[tuple[int, str]]) -> object:
+    """Return the folder that each rank's committer made.
+
+    reports: for each rank, the index of its committer in the group, and the folder that the rank
+        made itself.
+    """
+    folders = [reports[source][1] for source, _ in reports]
     return folders[0] if len({*folders}) == 1 else ForEach(folders)
 
 
@@ -387,22 +390,26 @@ def agree_on(
     Raises:
         CheckpointError: as `fail_together`, or what `conclude` raised, on every rank.
     """
-    result, mine = None, None
+    result, own_error = None, None
     try:
         result = work()
     except Exception as error:
-        mine = error
-    return _agreed(result, mine, group, doing, conclude)
+        own_error = error
+    return _agreed(result, own_error, group, doing, conclude)
 
 
 def _agreed(
     result: object,
-    mine: Exception | None,
+    own_error: Exception | None,
     group: Group,
     doing: str,
     conclude: Callable[[list[object]], object],
 ) -> object:
-    text = None if mine is None else f"on {socket.gethostname()}: {type(mine).__name__}: {mine}"
+    text = (
+        None
+        if own_error is None
+        else f"on {socket.gethostname()}: {type(own_error).__name__}: {own_error}"
+    )
     ranks = primitives.ranks_of(group)
 
     def make(gathered: list[Any]) -> object:
@@ -418,10 +425,10 @@ def _agreed(
         return "", answer
 
     # who was cancelled is no culprit
-    told = text, not isinstance(mine, CancelledSave), result
-    problem, answer = cast(tuple[str, object], primitives.reduce_objects(told, make, group))
+    report = text, not isinstance(own_error, CancelledSave), result
+    problem, answer = cast(tuple[str, object], primitives.reduce_objects(report, make, group))
     if problem:
-        raise CheckpointError(problem) from mine
+        raise CheckpointError(problem) from own_error
     return answer
 
 

@@ -70,19 +70,19 @@ def write_safetensors(
 def write_stream(
     path: Path,
     described: Mapping[str, tuple[str, tuple[int, ...]]],
-    read: Callable[[str], Tensor],
+    read_tensor: Callable[[str], Tensor],
     metadata: Mapping[str, str],
     cancelled: Callable[[], bool] = lambda: False,
 ) -> FileFacts:
-    """Write a safetensors file of tensors that `read` returns one at a time.
+    """Write a safetensors file of tensors that `read_tensor` returns one at a time.
 
-    described: key -> (torch's dtype, shape) of the tensor that `read` returns for it.
+    described: key -> (torch's dtype, shape) of the tensor that `read_tensor` returns for it.
     """
     order = sorted(described, key=lambda key: -DTYPES.get(described[key][0], ("", 0))[1])
     head = make_header({key: described[key] for key in order}, metadata)
     checksum, size_bytes = new_checksum(), 0
     with path.open("wb", buffering=BLOCK_BYTES) as file:
-        for data in _blocks(head, order, read):
+        for data in _blocks(head, order, read_tensor):
             if cancelled():
                 raise CancelledSave(f"{path.name} was not written to its end")
             checksum.update(data)
@@ -147,12 +147,12 @@ def make_header(
 
 
 def _blocks(
-    head: bytes, order: list[str], read: Callable[[str], Tensor]
+    head: bytes, order: list[str], read_tensor: Callable[[str], Tensor]
 ) -> Iterator[bytes | memoryview]:
     """Yield the header, and then every tensor's bytes in blocks."""
     yield head
     for key in order:
-        data = bytes_of(read(key))
+        data = bytes_of(read_tensor(key))
         for start in range(0, len(data), BLOCK_BYTES):
             yield data[start : start + BLOCK_BYTES]
 

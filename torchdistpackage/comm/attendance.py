@@ -39,18 +39,18 @@ def without_peers() -> Iterator[None]:
         _num_without_peers -= 1
 
 
-def expect_all_once(what: str, group: Group) -> None:
-    """Run `expect_all` only at the first call of `what`, with FIRST_CALL_LIMIT_S.
+def expect_all_once(call_name: str, group: Group) -> None:
+    """Run `expect_all` only at the first call of `call_name`, with FIRST_CALL_LIMIT_S.
 
     It is for calls in every step: a call under `if rank == 0:` is missing from the first step on,
     and later steps need not wait on the host.
     """
-    if what not in _calls.get(group, {}):
-        expect_all(what, group, limit_s=FIRST_CALL_LIMIT_S)
+    if call_name not in _calls.get(group, {}):
+        expect_all(call_name, group, limit_s=FIRST_CALL_LIMIT_S)
 
 
-def expect_all(what: str, group: Group, limit_s: float | None = None) -> None:
-    """Wait until all ranks of `group` have called this for the collective method `what`.
+def expect_all(call_name: str, group: Group, limit_s: float | None = None) -> None:
+    """Wait until all ranks of `group` have called this for the collective method `call_name`.
 
     If only the group's first rank is missing at the limit, it may be saving or printing, so the
     others continue and wait in the collective itself.
@@ -61,9 +61,9 @@ def expect_all(what: str, group: Group, limit_s: float | None = None) -> None:
     if group.size() == 1 or _num_without_peers or not is_joined() or not is_alive(group):
         return  # threads and rehearsals have no store
     numbers = _calls.setdefault(group, {})
-    numbers[what] = number = numbers.get(what, 0) + 1
+    numbers[call_name] = number = numbers.get(call_name, 0) + 1
     store, ranks = default_store(), ranks_of(group)
-    key = f"attendance/{group.group_name}/{what}/{number}"
+    key = f"attendance/{group.group_name}/{call_name}/{number}"
     store.set(f"{key}/{dist.get_rank()}", "")
     limit_s = LIMIT_S if limit_s is None else limit_s
     if store.add(key, 1) == len(ranks):
@@ -76,7 +76,7 @@ def expect_all(what: str, group: Group, limit_s: float | None = None) -> None:
             return
         shown = ", ".join(map(str, absent[:_NAMED])) + ", ..." * (len(absent) > _NAMED)
         raise CommError(
-            f"{what} is collective, and of the {len(ranks)} ranks that share it {len(absent)} have "
-            f"not called it within {limit_s:g} s (ranks {shown}): call it on all ranks, also where "
-            f"one of them alone saves or prints what it returns"
+            f"{call_name} is collective, but {len(absent)} of its {len(ranks)} ranks have not called "
+            f"it within {limit_s:g} s (ranks {shown}): call it on all ranks, even if only one of "
+            f"them saves or prints what it returns"
         ) from error

@@ -76,7 +76,7 @@ def is_queued(group: dist.ProcessGroup) -> bool:
     return transport_of(group).queued
 
 
-def require_host_memory(what: str, group: dist.ProcessGroup, x: Tensor) -> None:
+def require_host_memory(call_name: str, group: dist.ProcessGroup, x: Tensor) -> None:
     """Refuse a tensor on a device for calls that are made of gloo's messages.
 
     Those treat any address as host memory, and the process would crash. gloo's all_reduce and
@@ -87,9 +87,9 @@ def require_host_memory(what: str, group: dist.ProcessGroup, x: Tensor) -> None:
     """
     if not x.is_cpu:
         raise CommError(
-            f"{what} over ranks {tuple(dist.get_process_group_ranks(group))}: the tensor is on "
-            f"{x.device}, but {backend_of(group)} sends host memory only; join with nccl (a GPU "
-            f"for each rank), or move it to the CPU. Only all_reduce and broadcast take it there"
+            f"{call_name} over ranks {tuple(dist.get_process_group_ranks(group))}: the tensor is "
+            f"on {x.device}, but {backend_of(group)} sends host memory only; use nccl (one GPU per "
+            f"rank), or move it to the CPU. Only all_reduce and broadcast take it there"
         )
 
 

@@ -83,24 +83,24 @@ def create(
     Raises:
         CommError: members did not come in time, or torch calls the group by another name.
     """
-    whole, key = world(), tuple(ranks)
-    rank, store = whole.rank(), default_store()
+    default_group, key = world(), tuple(ranks)
+    rank, store = default_group.rank(), default_store()
     members = hashlib.sha1(f"{key}{use}".encode(), usedforsecurity=False).hexdigest()
     times = store.add(f"made/{members}/{rank}", 1)
-    called, what = f"{members}-{times}", f"the group of ranks {key}"
-    transport = transport_of(whole)
+    called, group_name = f"{members}-{times}", f"the group of ranks {key}"
+    transport = transport_of(default_group)
     # only a back end that is asked to connects when it is made
     eager = connects and backend is None and transport.device_type == "cuda"
     longest_s = limit_s or default_timeout_s(backend or transport.name)
-    has_options = backend is None and dist.get_backend(whole) == "nccl"
+    has_options = backend is None and dist.get_backend(default_group) == "nccl"
 
     def came(store: dist.Store, rank: int) -> bool:
         return store.add(f"made/{members}/{rank}", 0) >= times
 
     with (
-        creation_limit(what, key, came, store, longest_s, name=called),
+        creation_limit(group_name, key, came, store, longest_s, name=called),
         _named(called),
-        _unbound(whole) as bound,
+        _unbound(default_group) as bound,
     ):
         group = dist.new_group(
             list(key),
@@ -109,13 +109,13 @@ def create(
             backend=backend,
             pg_options=nccl_options(options, longest_s) if has_options else None,
             group_desc=name,
-            device_id=(bound or device_of(whole)) if eager else None,
+            device_id=(bound or device_of(default_group)) if eager else None,
         )
     assert isinstance(group, Group)
     if group.group_name != called:
         raise CommError(
-            f"torch {torch.__version__} calls {what} {group.group_name!r}, not {called!r}, so its "
-            f"members may not meet; use torch 2.11 to 2.13, or report this"
+            f"torch {torch.__version__} calls {group_name} {group.group_name!r}, not {called!r}, so "
+            f"its members may not meet; use torch 2.11 to 2.13, or report this"
         )
     mark_made(group, store, called)
     return group
@@ -163,16 +163,16 @@ def is_joined() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def world(how: str = "setup_distributed()") -> Group:
-    """The default group.
+def world(caller: str = "setup_distributed()") -> Group:
+    """Return the default group.
 
-    how: what the caller's users call to make one.
+    caller: the function that a user calls to make one; the error names it.
 
     Raises:
         LaunchError: there is none.
     """
     if not is_joined():
-        raise LaunchError(f"torch.distributed is not initialised; call {how} first")
+        raise LaunchError(f"torch.distributed is not initialised; call {caller} first")
     return dist.group.WORLD  # type: ignore[return-value]
 
 
@@ -328,14 +328,14 @@ class _Roll:
 
     def __init__(
         self,
-        what: str,
+        group_name: str,
         name: str,
         rank: int,
         ranks: Sequence[int],
         has_come: HasCome,
         store: dist.Store,
     ):
-        self._what, self._name, self._rank, self._ranks = what, name, rank, ranks
+        self._what, self._name, self._rank, self._ranks = group_name, name, rank, ranks
         self._has_come, self._store = has_come, store
         self._since_s = time.monotonic()
         self._stays_for = 0
@@ -432,7 +432,7 @@ def _answer(ask: Callable[[], V]) -> V | None:
 
 @contextmanager
 def creation_limit(
-    what: str,
+    group_name: str,
     ranks: Sequence[int],
     has_come: HasCome,
     store: dist.Store,
@@ -441,24 +441,27 @@ def creation_limit(
     name: str | None = None,
     rank: int | None = None,
 ) -> Iterator[None]:
-    """Inside, a wait of more than `limit_s` names those of `ranks` that have not come.
+    """Limit a wait inside to `limit_s`, and name those of `ranks` that have not come by then.
 
-    Once all have come the back end may take `CONNECT_S` in all: a slow network is no missing rank.
-    The first of them warns every `WARN_S` that it still connects.
+    Once all have come the back end may take `CONNECT_S` in all, because a slow network is not a
+    missing rank. The first of them warns every `WARN_S` that it still connects.
 
-    what: is being made, for the text. name: the same on all members, and of this time alone; None:
-    `what`. rank: this one's; None: that in the default group.
+    group_name: what is being made, for the text. name: key in the store, the same on all members
+    and used only this once; None: `group_name`. rank: this rank; None: that of the default group.
 
     Raises:
         CommError: the back end gave up, and some had not come; names them.
     """
     if rank is None:
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-    roll, ended = _Roll(what, name or what, rank, ranks, has_come, store), threading.Event()
+    roll, ended = (
+        _Roll(group_name, name or group_name, rank, ranks, has_come, store),
+        threading.Event(),
+    )
 
     def slow() -> str:
         return (
-            f"{what}: its {len(ranks)} ranks came, but are not connected after "
+            f"{group_name}: its {len(ranks)} ranks came, but are not connected after "
             f"{roll.elapsed_s:.0f} s: a slow start of the network, or they do not reach each other "
             f"(NCCL_SOCKET_IFNAME, a firewall; NCCL_DEBUG=INFO says more)"
         )
@@ -511,8 +514,8 @@ def joins_within(store: dist.Store, rank: int, world_size: int, limit_s: float) 
     def joined(store: dist.Store, rank: int) -> bool:
         return store.check([f"joins/{rank}"])
 
-    what, ranks = "the default group", range(world_size)
-    with creation_limit(what, ranks, joined, store, limit_s, rank=rank):
+    group_name, ranks = "the default group", range(world_size)
+    with creation_limit(group_name, ranks, joined, store, limit_s, rank=rank):
         if store.add("joined", 1) == world_size:
             store.set("joins/all", "")
         store.wait(["joins/all"], timedelta(seconds=limit_s))

@@ -97,11 +97,13 @@ def agree_messages(group: dist.ProcessGroup, messages: Sequence[tuple[str, Tenso
     # NCCL has no tags, so both sides of a pair use one order: messages to higher ranks first
     messages = sorted(messages, key=lambda m: (m[0] == "send") != (rank < m[2]))
     tags = (_SENDS, _RECEIVES) if state_of(group).direct else (0, 0)
-    described = [f"{what} {dtype_name(x.dtype)}{list(x.shape)}" for what, x, _ in messages]
+    described = [
+        f"{direction} {dtype_name(x.dtype)}{list(x.shape)}" for direction, x, _ in messages
+    ]
     buffers = [torch.empty(TEXT_BYTES, dtype=torch.uint8, device=device) for _ in messages]
     operations: list[dist.P2POp] = []
-    for (what, _, peer), buffer, text in zip(messages, buffers, described, strict=True):
-        own_tag, peer_tag = tags if what == "send" else reversed(tags)
+    for (direction, _, peer), buffer, text in zip(messages, buffers, described, strict=True):
+        own_tag, peer_tag = tags if direction == "send" else reversed(tags)
         operations.append(dist.P2POp(dist.irecv, buffer, peer, group, peer_tag))
         operations.append(dist.P2POp(dist.isend, _encoded(text).to(device), peer, group, own_tag))
     limit = state_of(group).limit
@@ -127,12 +129,12 @@ def agree_messages(group: dist.ProcessGroup, messages: Sequence[tuple[str, Tenso
         )
 
 
-def _gathered(own: Tensor, group: dist.ProcessGroup, described: str) -> list[Tensor]:
+def _gathered(local: Tensor, group: dist.ProcessGroup, described: str) -> list[Tensor]:
     """Gather a tensor of all members, without recording the call."""
-    own = own.to(device_of(group))
-    gathered = [torch.empty_like(own) for _ in range(group.size())]
+    local = local.to(device_of(group))
+    gathered = [torch.empty_like(local) for _ in range(group.size())]
     try:
-        dist.all_gather(gathered, own, group=group)
+        dist.all_gather(gathered, local, group=group)
     except RuntimeError as error:
         state = state_of(group)
         raise CommError(
@@ -172,8 +174,8 @@ def _ranks(ranks: list[int]) -> str:
 
 def _mirrored(described: str) -> str:
     """Return the peer's description of the message that this rank describes as `described`."""
-    what, _, rest = described.partition(" ")
-    return f"{'receive' if what == 'send' else 'send'} {rest}"
+    direction, _, rest = described.partition(" ")
+    return f"{'receive' if direction == 'send' else 'send'} {rest}"
 
 
 def _encoded(text: str) -> Tensor:

@@ -139,5 +139,5 @@ def _nearest(x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
     raise _refusal(dtype, "reduced", f"convert it to {wider}, or gather it and reduce it yourself")
 
 
-def _refusal(dtype: torch.dtype, what: str, instead: str) -> CommError:
-    return CommError(f"tensors of dtype {dtype_name(dtype)} cannot be {what}; {instead}")
+def _refusal(dtype: torch.dtype, action: str, instead: str) -> CommError:
+    return CommError(f"tensors of dtype {dtype_name(dtype)} cannot be {action}; {instead}")

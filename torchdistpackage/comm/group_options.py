@@ -38,9 +38,9 @@ def merged(options: Iterable[GroupOptions]) -> GroupOptions:
     """Return the options of one group that serves several axes: all that one of them needs."""
     each = list(options)
     limits = [x.max_ctas for x in each]
-    known = [x for x in limits if x is not None]
+    finite = [x for x in limits if x is not None]
     return GroupOptions(
-        any(x.high_priority for x in each), max(known) if len(known) == len(limits) > 0 else None
+        any(x.high_priority for x in each), max(finite) if len(finite) == len(limits) > 0 else None
     )
 
 
@@ -51,8 +51,8 @@ def nccl_options(options: GroupOptions, timeout_s: float) -> Any:
     """
     if options == GroupOptions():
         return None
-    made = dist.ProcessGroupNCCL.Options(is_high_priority_stream=options.high_priority)
-    made._timeout = timedelta(seconds=timeout_s)
+    nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=options.high_priority)
+    nccl._timeout = timedelta(seconds=timeout_s)
     if options.max_ctas is not None:
-        made.config.max_ctas = options.max_ctas
-    return made
+        nccl.config.max_ctas = options.max_ctas
+    return nccl

@@ -130,7 +130,9 @@ class Post:
         if recorder.checks:
             debug_checks.agree_messages(self._group, [message[:3] for message in messages])
         record, state = recorder.begin_message, self._state
-        calls = [record(what, state, x, peer, action) for what, x, peer, action in messages]
+        calls = [
+            record(direction, state, x, peer, action) for direction, x, peer, action in messages
+        ]
         try:
             work._works = self._issue(messages)
         except RuntimeError as error:
@@ -145,18 +147,18 @@ class Post:
             # One batch, which NCCL runs as one operation. It may return fewer works than messages.
             return dist.batch_isend_irecv(
                 [
-                    dist.P2POp(dist.isend if what == "send" else dist.irecv, x, peer, group)
-                    for what, x, peer, _ in messages
+                    dist.P2POp(dist.isend if direction == "send" else dist.irecv, x, peer, group)
+                    for direction, x, peer, _ in messages
                 ]
             )
-        for what, x, _, _ in messages:
-            require_host_memory(what, group, x)
+        for direction, x, _, _ in messages:
+            require_host_memory(direction, group, x)
         # what torch's batch does on gloo, without its checks
         return [
             group.send([x], ranks.index(peer), 0)
-            if what == "send"
+            if direction == "send"
             else group.recv([x], ranks.index(peer), 0)
-            for what, x, peer, _ in messages
+            for direction, x, peer, _ in messages
         ]
 
 
@@ -211,13 +213,13 @@ class P2PChannel:
         """
         return self._begin("send", tensors, target)
 
-    def _begin(self, what: str, tensors: Sequence[Tensor], peer: int) -> Work:
+    def _begin(self, direction: str, tensors: Sequence[Tensor], peer: int) -> Work:
         """Record and post messages to or from a peer."""
-        state, action, (index, issue) = self._state, recorder.action, self._issue[what, peer]
+        state, action, (index, issue) = self._state, recorder.action, self._issue[direction, peer]
         calls: list[Call] = []
         works: list[dist.Work] = []
         for x in tensors:
-            calls.append(recorder.begin_message(what, state, x, peer, action))
+            calls.append(recorder.begin_message(direction, state, x, peer, action))
             try:
                 works.append(issue([x], index, self._tag))
             except RuntimeError as error:
@@ -233,12 +235,12 @@ def _limit(state: GroupState, timeout_s: float | None) -> timedelta | None:
     return timedelta(seconds=timeout_s) if timeout_s else state.limit
 
 
-def _peer(group: Group, rank: int, what: str) -> int:
+def _peer(group: Group, rank: int, direction: str) -> int:
     """Return the index of global `rank` in the group; refuse a rank that is no peer."""
     ranks = state_of(group).ranks
     if rank not in ranks or ranks.index(rank) == group.rank():
         raise CommError(
-            f"cannot {what} rank {rank}: it is not another rank of the group of ranks {ranks}; "
-            f"name one of them (ranks here are global)"
+            f"cannot {direction} rank {rank}: it is not another rank of the group of ranks "
+            f"{ranks}; name one of them (ranks here are global)"
         )
     return ranks.index(rank)

@@ -206,8 +206,8 @@ class _Visit:
         """
         self._thread.join(wait_s)
         if not self._found:
-            how = "is a store without a token" if self._is_store else "has not answered"
-            raise TimeoutError(f"port {self._port} {how} for {self.silent_s:.0f} s")
+            fault = "is a store without a token" if self._is_store else "has not answered"
+            raise TimeoutError(f"port {self._port} {fault} for {self.silent_s:.0f} s")
         if isinstance(self._found[0], RuntimeError):
             raise self._found[0]
         return self._found[0]

@@ -331,13 +331,13 @@ _UNKNOWN = "?"
 def _agree_on_device(
     store: dist.Store,
     rendezvous: Rendezvous,
-    asked: str | None,
+    requested: str | None,
     timeout_s: float,
     versions: str = "",
 ) -> tuple[torch.device, str, tuple[str, ...]]:
     """Return this rank's device, the backend for it, and notes; all ranks must have met.
 
-    asked: the backend; None or nccl: nccl on a GPU, else gloo. versions: `RankDevice.versions`.
+    requested: the backend; None or nccl: nccl on a GPU, else gloo. versions: `RankDevice.versions`.
 
     Raises:
         LaunchError: on every rank, if one has no GPU where others have, or they were meant to.
@@ -355,12 +355,14 @@ def _agree_on_device(
     except LaunchError as error:
         problem = str(error)
     backends = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
-    if asked and not {part.rpartition(":")[2] for part in asked.lower().split(",")} <= {*backends}:
-        problem = f"there is no backend {asked!r}; use {', '.join(backends)}, or None"
+    if requested and not {part.rpartition(":")[2] for part in requested.lower().split(",")} <= {
+        *backends
+    }:
+        problem = f"there is no backend {requested!r}; use {', '.join(backends)}, or None"
     device = torch.device("cpu") if choice.index is None else torch.device("cuda", choice.index)
     by_device = "nccl" if device.type == "cuda" else "gloo"
     # programs that name nccl, as each earlier library did by default, run on a CPU too
-    backend = by_device if asked in (None, "nccl") else asked
+    backend = by_device if requested in (None, "nccl") else requested
     slurm_gpus = os.environ.get("SLURM_GPUS_ON_NODE", "")
     by_slurm = rendezvous.source in ("slurm", "torchrun") and slurm_gpus.isdecimal()
     own_device = RankDevice(
@@ -370,7 +372,7 @@ def _agree_on_device(
         num_local=rendezvous.local_world_size,
         device=device.type,
         backend=backend,
-        asked=asked or "",
+        asked=requested or "",
         num_visible=num_visible,
         hides_gpus=names_no_device(visible),
         num_given=int(slurm_gpus) if by_slurm else 0,
@@ -413,8 +415,8 @@ def _bind(rendezvous: Rendezvous) -> str:
 
 def _pci_address(index: int) -> str:
     """Return the address by which /sys knows a GPU; "" where torch does not say."""
-    found = torch.cuda.get_device_properties(index)
-    parts = [getattr(found, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+    properties = torch.cuda.get_device_properties(index)
+    parts = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
     return "" if None in parts else "{:04x}:{:02x}:{:02x}.0".format(*parts)
 
 

@@ -160,7 +160,7 @@ class MessageSpec:
         self._made = [(i, torch.Size(m.shape), m.dtype) for i, m in enumerate(members) if m]
         self.num_bytes = sum(shape.numel() * dtype.itemsize for _, shape, dtype in self._made)
         self.wanting = [i for i, m in enumerate(members) if m is not None and m.requires_grad]
-        self._wanted = [made for made in self._made if made[0] in self.wanting]
+        self._wanted = [entry for entry in self._made if entry[0] in self.wanting]
         self._moving_back = [k for k, i in enumerate(self.wanting) if i in self._moving]
 
     def allocate(self) -> list[Tensor | None]:

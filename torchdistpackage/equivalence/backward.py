@@ -51,17 +51,17 @@ def _turned(
 
     The answer is "given" if it got a wrong one, and None if neither holds or nothing is known.
     """
-    own, full = record.modules[name], reference.modules[name]
-    if not own.output_grads or len(own.output_grads) != len(full.output_grads):
+    calls, full = record.modules[name], reference.modules[name]
+    if not calls.output_grads or len(calls.output_grads) != len(full.output_grads):
         return None
     if not any(bool(x.any()) for x in full.output_grads):
         return None
-    fits = [f for f in _factors(axes) if _apart(own.output_grads, full.output_grads, f) == 0.0]
+    fits = [f for f in _factors(axes) if _apart(calls.output_grads, full.output_grads, f) == 0.0]
     if not fits:
         return "given"
-    if not own.input_grads or len(own.input_grads) != len(full.input_grads):
+    if not calls.input_grads or len(calls.input_grads) != len(full.input_grads):
         return None
-    return min(_apart(own.input_grads, full.input_grads, f) for f in fits) or None
+    return min(_apart(calls.input_grads, full.input_grads, f) for f in fits) or None
 
 
 def _factors(axes: Mapping[str, int]) -> Iterator[float]:
@@ -73,11 +73,11 @@ def _factors(axes: Mapping[str, int]) -> Iterator[float]:
         yield from (float(size), 1.0 / size)
 
 
-def _apart(own: Sequence[Tensor], full: Sequence[Tensor], factor: float) -> float:
+def _apart(shards: Sequence[Tensor], full: Sequence[Tensor], factor: float) -> float:
     """Return the largest difference of these gradients divided by `factor`; 0 within the
     tolerance.
     """
-    differences = [difference(a / factor, b) for a, b in zip(own, full, strict=True)]
+    differences = [difference(a / factor, b) for a, b in zip(shards, full, strict=True)]
     worst = max((x for x in differences if x is not None), default=0.0)
     return worst if worst > TOLERANCE else 0.0
 

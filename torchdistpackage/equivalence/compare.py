@@ -251,17 +251,17 @@ def _output(
     return None
 
 
-def _is_missing(held: Sequence[Tensor], full: Sequence[Tensor], by: Measure) -> bool:
+def _is_missing(tensors: Sequence[Tensor], full: Sequence[Tensor], by: Measure) -> bool:
     """Return True if the ranks hold parts of a tensor, and some part is on no rank."""
     if not by.finds_parts:
         return False
-    parts = [x for x in held if full and by.apart(x, full[0]) is not None]
-    return bool(parts) and len(parts) == len(held) and missing_place(parts, full[0])
+    parts = [x for x in tensors if full and by.apart(x, full[0]) is not None]
+    return bool(parts) and len(parts) == len(tensors) and missing_place(parts, full[0])
 
 
-def _lists(mine: Sequence[Tensor], reference: Sequence[Tensor], by: Measure) -> float | None:
+def _lists(tensors: Sequence[Tensor], reference: Sequence[Tensor], by: Measure) -> float | None:
     """Return the largest difference of tensors that can be compared."""
-    apart = [by.apart(a, b) for a, b in zip(mine, reference, strict=False)]
+    apart = [by.apart(a, b) for a, b in zip(tensors, reference, strict=False)]
     return max((x for x in apart if x is not None), default=None)
 
 
@@ -277,12 +277,12 @@ def _is_partial(
     """Return True if the ranks' outputs of a module add up to the whole one."""
     if name not in reference.modules:
         return False
-    held, full = _first_outputs(ranks, name), reference.modules[name].outputs
-    if len(held) < 2 or not full or any(x.shape != full[0].shape for x in held):
+    outputs, full = _first_outputs(ranks, name), reference.modules[name].outputs
+    if len(outputs) < 2 or not full or any(x.shape != full[0].shape for x in outputs):
         return False
     if not full[0].is_floating_point():
         return False
-    total = sum((x.double() for x in held), start=0 * full[0].double())
+    total = sum((x.double() for x in outputs), start=0 * full[0].double())
     return float((total - full[0]).abs().max()) <= by.tolerance * float(full[0].abs().max())
 
 
@@ -307,7 +307,7 @@ def _forward_cause(
     short_name = name.rpartition(".")[2].lower()
     if "norm" in short_name or short_name in ("ln", "bn"):
         return "a norm over a part of the channels or of the batch"
-    if "context" in axes or any(word in short_name for word in ("pos", "mask", "att", "rotary")):
+    if "context" in axes or any(part in short_name for part in ("pos", "mask", "att", "rotary")):
         return "a mask, or positions, of the wrong part of the sequence"
     if set(axes) & set(SPLITS_BATCH):
         return "something that is computed over the samples of one rank, as batch statistics"
@@ -318,10 +318,10 @@ def _loss(
     reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
 ) -> ParityFinding | None:
     """Compare the losses."""
-    held = [record.losses for record in ranks if record.losses]
-    if not held or not reference.losses:
+    losses_of_ranks = [record.losses for record in ranks if record.losses]
+    if not losses_of_ranks or not reference.losses:
         return None
-    mean = sum(losses[0] for losses in held) / len(held)
+    mean = sum(losses[0] for losses in losses_of_ranks) / len(losses_of_ranks)
     apart = abs(mean - reference.losses[0]) / max(abs(reference.losses[0]), 1e-30)
     if apart <= by.tolerance:
         return None
@@ -330,7 +330,9 @@ def _loss(
     for size in _sizes(axes):
         if abs(ratio - size) < 1e-6 or abs(ratio - 1 / size) < 1e-6:
             cause = f"a sum where the mean belongs, or one divided twice: it is {ratio:.4g} times"
-    worst = max(range(len(held)), key=lambda i: abs(held[i][0] - reference.losses[0]))
+    worst = max(
+        range(len(losses_of_ranks)), key=lambda i: abs(losses_of_ranks[i][0] - reference.losses[0])
+    )
     return ParityFinding(LOSS, "the loss", apart, worst, cause)
 
 
@@ -363,8 +365,12 @@ def _without_clipping(
     noise = max(by.noise * _largest(reference.grads), by.least_noise)
     names = [name for name, x in reference.grads.items() if float(x.abs().max()) > noise]
 
-    def wrong(held: Sequence[ParityRecord]) -> list[str]:
-        return [n for n in names if _worst(reference.grads, (r.grads for r in held), n, by, noise)]
+    def wrong(kept_records: Sequence[ParityRecord]) -> list[str]:
+        return [
+            n
+            for n in names
+            if _worst(reference.grads, (r.grads for r in kept_records), n, by, noise)
+        ]
 
     if len(wrong(ranks)) < len(names):
         return None
@@ -406,8 +412,8 @@ def _first_grad(
         if (
             worst := _worst(reference.grads, (r.grads for r in ranks), name, by, noise)
         ) is not None:
-            held = [record.grads[name] for record in ranks if name in record.grads]
-            cause = _grad_cause(reference.grads[name], held, axes)
+            grads = [record.grads[name] for record in ranks if name in record.grads]
+            cause = _grad_cause(reference.grads[name], grads, axes)
             if (before := backward_culprit(reference, ranks, axes)) is not None:
                 module, *apart = before
                 return ParityFinding(module, "gradients of its inputs", *apart, cause)
@@ -415,19 +421,19 @@ def _first_grad(
     return None
 
 
-def _grad_cause(reference: Tensor, held: Sequence[Tensor], axes: Axes) -> str:
+def _grad_cause(reference: Tensor, grads: Sequence[Tensor], axes: Axes) -> str:
     """Return the usual cause of a wrong gradient."""
-    alike = all(x.shape == held[0].shape for x in held)
-    if alike and held[0].shape == reference.shape:
-        total = sum((x.double() for x in held), start=0 * reference.double())
-        for factor in (1.0, 1.0 / len(held), *(1.0 / size for size in _sizes(axes))):
+    alike = all(x.shape == grads[0].shape for x in grads)
+    if alike and grads[0].shape == reference.shape:
+        total = sum((x.double() for x in grads), start=0 * reference.double())
+        for factor in (1.0, 1.0 / len(grads), *(1.0 / size for size in _sizes(axes))):
             apart = difference(total * factor, reference)
-            same = all((difference(x, held[0]) or 0.0) <= TOLERANCE for x in held[1:])
+            same = all((difference(x, grads[0]) or 0.0) <= TOLERANCE for x in grads[1:])
             if apart is not None and apart <= TOLERANCE and not same:
                 return f"a gradient that nobody sums over {' and '.join(axes)}"
     for size in _sizes(axes):
         for factor in (size, 1 / size):
-            apart = [difference(x.double() / factor, reference) for x in held]
+            apart = [difference(x.double() / factor, reference) for x in grads]
             if all(x is not None and x <= TOLERANCE for x in apart):
                 kind = "summed where the mean belongs" if factor > 1 else "divided twice"
                 return f"a gradient that is {kind}: it is {factor:.4g} times that of one process"
@@ -440,9 +446,9 @@ def _dropout(
     """Compare the dropout masks of ranks along each axis."""
     shares = math.prod(size for axis, size in axes.items() if axis != "tensor")
     for name in {n: None for record in ranks for n in record.masks}:
-        held = [(rank, r.coord, r.masks[name]) for rank, r in enumerate(ranks) if name in r.masks]
-        for i, (_, one, mask) in enumerate(held):
-            for rank, other, second in held[i + 1 :]:
+        masks = [(rank, r.coord, r.masks[name]) for rank, r in enumerate(ranks) if name in r.masks]
+        for i, (_, one, mask) in enumerate(masks):
+            for rank, other, second in masks[i + 1 :]:
                 apart = [axis for axis in axes if one.get(axis) != other.get(axis)]
                 if mask.shape != second.shape or mask.numel() < 16 or len(apart) != 1:
                     continue

@@ -37,17 +37,17 @@ def difference(part: Tensor, full_tensor: Tensor) -> float | None:
     return None if best is None else best / scale
 
 
-def elementwise(found: Tensor, expected: Tensor) -> float | None:
+def elementwise(actual: Tensor, expected: Tensor) -> float | None:
     """Return the largest difference, over the largest expected number.
 
     None: the shapes differ, or it is of whole numbers, which jump where scores are close.
     """
     is_number = expected.is_floating_point() or expected.is_complex()
-    if found.shape != expected.shape or not is_number:
+    if actual.shape != expected.shape or not is_number:
         return None
     if not expected.numel():
         return 0.0
-    a, b = _real(found.to(expected.device)), _real(expected)
+    a, b = _real(actual.to(expected.device)), _real(expected)
     finite = torch.nan_to_num(expected.detach().abs().double(), 0.0, 0.0, 0.0)
     return float((a - b).abs().max()) / max(float(finite.max()), 1e-30)
 
@@ -86,14 +86,14 @@ def _joined(part: Tensor, full_tensor: Tensor, scale: float) -> float:
     """
     if part.dim() > 1 and part.shape[-1] < full_tensor.shape[-1]:
         for number in (n for n in _JOINED if part.shape[-1] % n == 0):
-            found = 0.0
+            largest = 0.0
             for piece in part.chunk(number, -1):
                 apart = _fit(piece, full_tensor, scale)
-                found = max(found, float("inf") if apart is None else apart)
-                if found > TOLERANCE * scale:
+                largest = max(largest, float("inf") if apart is None else apart)
+                if largest > TOLERANCE * scale:
                     break
             else:
-                return found
+                return largest
     return float("inf")
 
 

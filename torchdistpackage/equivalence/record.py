@@ -71,7 +71,7 @@ def copies(named: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
 def recording(
     modules: Mapping[str, nn.Module],
     record: ParityRecord,
-    own: Callable[[], bool] = lambda: True,
+    is_recorded: Callable[[], bool] = lambda: True,
     *,
     first_call: bool = False,
 ) -> Iterator[None]:
@@ -86,7 +86,7 @@ def recording(
     def note(name: str):
         def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None:
             # a shallow copy, as a stage has of the base, has the hooks of its original
-            if own() and module is modules[name] and not (first_call and name in calls):
+            if is_recorded() and module is modules[name] and not (first_call and name in calls):
                 both = (args, kwargs), output
                 values = [_kept(x) for x in both]
                 values += [[] if first_call else _grads_to_come(x) for x in both]
@@ -101,8 +101,10 @@ def recording(
     finally:
         for hook in hooks:
             hook.remove()
-        for name, held in calls.items():
-            record.modules[name] = ModuleCalls(*(_joined([x[k] for x in held]) for k in range(4)))
+        for name, recorded in calls.items():
+            record.modules[name] = ModuleCalls(
+                *(_joined([x[k] for x in recorded]) for k in range(4))
+            )
 
 
 def _kept(value: object) -> list[Tensor]:
@@ -194,7 +196,7 @@ def told_where(modules: Mapping[str, nn.Module]) -> Iterator[None]:
 @contextmanager
 def without_dropout(module: nn.Module) -> Iterator[None]:
     """Set all dropout modules and probabilities named `dropout` to 0 inside the block."""
-    held: list[tuple[object, str, object]] = []
+    saved: list[tuple[object, str, object]] = []
     for part in module.modules():
         names = (
             ("p",) if isinstance(part, nn.modules.dropout._DropoutNd) else ("dropout", "dropout_p")
@@ -202,12 +204,12 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
         for name in names:
             value = getattr(part, name, None)
             if isinstance(value, float) and value > 0:
-                held.append((part, name, value))
+                saved.append((part, name, value))
                 setattr(part, name, 0.0)
     try:
         yield
     finally:
-        for part, name, value in held:
+        for part, name, value in saved:
             setattr(part, name, value)
 
 

@@ -94,8 +94,8 @@ def undone_by_signals() -> Generator[None]:
         raise _Undone
 
     if threading.current_thread() is threading.main_thread():
-        asked = (signal.SIGTERM, signal.SIGHUP)
-        pending += [x for x in asked if signal.getsignal(x) is signal.SIG_DFL]
+        signals = (signal.SIGTERM, signal.SIGHUP)
+        pending += [x for x in signals if signal.getsignal(x) is signal.SIG_DFL]
         for name in pending:
             signal.signal(name, undo)
     try:

@@ -105,14 +105,14 @@ def supervise(body: Callable[[], int], rank: WatchedRank, signals: SignalFlag) -
     log = _open_log(rank)
     watch = _RankSupervisor(rank, signals)  # before the fork: what comes later is for the rank too
     parent, has_returned = os.getpid(), mmap.mmap(-1, 1)  # shared with the fork
-    read, write = os.pipe()
+    read_end, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os.close(read)
+        os.close(read_end)
         os.close(log)
         _be_the_rank(body, rank, write, has_returned, parent)
     os.close(write)
-    with os.fdopen(log, "ab", 0), os.fdopen(read, "rb", 0) as output:
+    with os.fdopen(log, "ab", 0), os.fdopen(read_end, "rb", 0) as output:
         os.set_blocking(output.fileno(), False)
         status = watch.until_gone(pid, output.fileno(), log)
     if status == 0 and has_returned[0]:

@@ -255,8 +255,8 @@ def without_dropout(small: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _one_entry_a_layer(config_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return settings with one entry a layer, where `config_dict` lists the attention and the MLP of
-    each layer apart, as Dory's does.
+    """Return settings with one entry a layer, where `config_dict` lists the attention and the MLP
+    of each layer apart, as Dory's does.
     """
     kinds = config_dict.get("layer_types")
     if not isinstance(kinds, list) or "mlp" not in kinds:

@@ -79,7 +79,8 @@ def known_settings(config_dict: Mapping[str, Any]) -> Any:
         if not isinstance(family, str) or family not in CONFIG_MAPPING:
             raise ConfigError(
                 f"model_type is {family!r}, which transformers {__version__} does not know"
-                f"{_own_code(config_dict)}; a newer one may. A model of your own is named by model.target"
+                f"{_own_code(config_dict)}; a newer one may. A model of your own is named by "
+                f"model.target"
             )
         config = _settings(config_dict)
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -107,8 +108,8 @@ def _unbuildable(config: Any) -> str | None:
     if section not in (None, "text_config") and type(config) is not wanted:
         return (
             f"{kind.__name__} is made of {wanted.__name__}, and config.json of model_type "
-            f"{config.model_type!r} has these settings in {section}, from which transformers does not "
-            f"take them; use model.target"
+            f"{config.model_type!r} has these settings in {section}, from which transformers does "
+            f"not take them; use model.target"
         )
     for name, x in inner.items():
         tower = MODEL_MAPPING.get(type(x), None)
@@ -302,8 +303,8 @@ class ModuleDraws:
         }
 
     def _draw_from_above(self, path: str, module: nn.Module) -> None:
-        """Let the rules of the modules around `module`, at `path`, draw its parameters, as a pooling
-        head draws its attention. All other parameters are on meta, where nothing is drawn.
+        """Let the rules of the modules around `module`, at `path`, draw its parameters, as a
+        pooling head draws its attention. All other parameters are on meta, where nothing is drawn.
         """
         while path:
             path, _, name = path.rpartition(".")

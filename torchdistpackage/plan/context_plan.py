@@ -20,11 +20,13 @@ def context_text(plan: Plan, ranks_per_node: int | None) -> str | None:
         return None
     of, layers = _attention(plan), _heads(model.shape)[3]
     near = _near(plan, ranks_per_node)
-    asked = plan.cp_comm_type
+    requested = plan.cp_comm_type
     choice = choose(of, size, ranks_per_node=near)
-    taken = choice.comm_type if asked == "auto" else asked
+    comm_type = choice.comm_type if requested == "auto" else requested
     per_step = layers * plan.rounds * plan.schedule.num_microbatches
-    lines = [f"context            {taken}{' (auto)' if asked == 'auto' else ''}, {size} ranks"]
+    lines = [
+        f"context            {comm_type}{' (auto)' if requested == 'auto' else ''}, {size} ranks"
+    ]
     lines.append("                   sent by the busiest rank, forward + backward, in a step:")
     inner = default_a2a_size(size, of.heads, of.kv_heads, near)
     for way, spec in EXCHANGES.items():

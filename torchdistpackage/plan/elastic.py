@@ -45,8 +45,8 @@ def check_nodes(config: RunConfig, shape: JobGeometry, source: str) -> None:
 
 
 def _why(error: ConfigError) -> str:
-    found = error.problems if isinstance(error, ConfigErrors) else ()
-    return "; ".join(problem.text for problem in found) or str(error)
+    problems = error.problems if isinstance(error, ConfigErrors) else ()
+    return "; ".join(problem.text for problem in problems) or str(error)
 
 
 def elastic_plan(config: RunConfig, world_size: int, source: str = "the configuration") -> Plan:

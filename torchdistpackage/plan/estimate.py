@@ -69,8 +69,8 @@ def estimates(plan: Plan, profile: Profile, ranks_per_node: int | None) -> tuple
 
 def links_of(plan: Plan, ranks_per_node: int | None) -> Mapping[str, str]:
     """Return NETWORK for each axis with a group that crosses nodes, and NODE for the others."""
-    found = crossings(plan.topology.dense, ranks_per_node or plan.world_size)
-    return {x.axis: NETWORK if x.num_crossing else NODE for x in found}
+    crossed = crossings(plan.topology.dense, ranks_per_node or plan.world_size)
+    return {x.axis: NETWORK if x.num_crossing else NODE for x in crossed}
 
 
 def timeline_with_messages(
@@ -108,12 +108,14 @@ def _estimate(
     here = [
         replace(x, number=messages) if x.operation == "p2p" and axis == "pipe" else x for x in here
     ]
-    found = [_of_calls(each, profile, axis, link) for each in here]
-    unknown = [what for what, time_s in found if time_s is None]
+    times = [_of_calls(each, profile, axis, link) for each in here]
+    unknown = [description for description, time_s in times if time_s is None]
     if unknown:
         return Estimate(axis, unknown[0], None)
-    times_s = [time_s for _, time_s in found if time_s is not None]
-    return Estimate(axis, " and ".join(what for what, _ in found) or "nothing", sum(times_s))
+    times_s = [time_s for _, time_s in times if time_s is not None]
+    return Estimate(
+        axis, " and ".join(description for description, _ in times) or "nothing", sum(times_s)
+    )
 
 
 def _of_calls(
@@ -131,13 +133,13 @@ def _of_calls(
             f"made no difference; measure larger ones"
         )
         return why, None
-    what = f"{traffic.number} x {calls}: {traffic.note}"
+    description = f"{traffic.number} x {calls}: {traffic.note}"
     if traffic.bus_bytes > line.largest_bytes:
-        what += (
+        description += (
             f" (extrapolated: {size_text(traffic.bus_bytes)} on the bus, measured up to "
             f"{size_text(line.largest_bytes)})"
         )
-    return what, traffic.number * once_s
+    return description, traffic.number * once_s
 
 
 def _busiest_link(schedule: Schedule) -> int:

@@ -35,8 +35,8 @@ class ExpertPlan:
         for rank in range(topology.world_size):
             group = topology.group(rank, "expert")
             pairs = zip(group, self.on_rank, strict=True)
-            held = sum(n for r, n in pairs if r // ranks_per_node != rank // ranks_per_node)
-            away = max(away, held / sum(self.on_rank))
+            crossing = sum(n for r, n in pairs if r // ranks_per_node != rank // ranks_per_node)
+            away = max(away, crossing / sum(self.on_rank))
         return self._sent * away
 
     @property
@@ -53,14 +53,16 @@ def expert_plan(plan: Plan) -> ExpertPlan | None:
         return None
     (num_experts, top_k), shape, ranks = sizes, plan.shape, plan.config.parallel.expert
     assert shape is not None
-    held = {name: x for name, x in plan.layouts.items() if "expert" in x.split_axes}
-    idle = sum(math.prod(x.shape) // num_experts * (num_experts - top_k) for x in held.values())
+    expert_layouts = {name: x for name, x in plan.layouts.items() if "expert" in x.split_axes}
+    idle = sum(
+        math.prod(x.shape) // num_experts * (num_experts - top_k) for x in expert_layouts.values()
+    )
     tokens = plan.samples_per_microbatch * shape.seq_len // plan.config.parallel.context
     most_bytes = tokens * top_k * shape.dim * plan.numbers.activations.num_bytes
     on_rank = even_sizes(num_experts, ranks)
     return ExpertPlan(
         num_parameters(plan) - idle,
-        len({name.partition(".experts.")[0] for name in held}),
+        len({name.partition(".experts.")[0] for name in expert_layouts}),
         tuple(on_rank),
         most_bytes * (1 - 1 / ranks),
         most_bytes * (ranks > 1),

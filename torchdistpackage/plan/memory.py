@@ -138,8 +138,8 @@ def _parts(
             parts |= {name: -(-count // len(ranks)) for name, count in members}
             continue
         shares = greedy_partition([count for _, count in members], len(ranks))
-        mine = set(shares[ranks.index(rank)])
-        parts |= {name: count * (i in mine) for i, (name, count) in enumerate(members)}
+        own_units = set(shares[ranks.index(rank)])
+        parts |= {name: count * (i in own_units) for i, (name, count) in enumerate(members)}
     return parts
 
 

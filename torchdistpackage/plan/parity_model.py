@@ -21,15 +21,15 @@ _AXES = ("parallel.data=2", "parallel.pipe=2", "parallel.tensor=2")
 _MOST_BYTES = 1 << 20
 
 
-def is_model(word: str) -> bool:
-    """Return whether `word` names a transformers folder or its config.json, and not a run's
+def is_model(argument: str) -> bool:
+    """Return whether `argument` names a transformers folder or its config.json, and not a run's
     file.
     """
-    path = Path(word)
+    path = Path(argument)
     return (path / FILE).is_file() or (path.suffix == ".json" and path.is_file())
 
 
-def model_plan(word: str, overrides: Sequence[str], scratch: Path) -> tuple[Plan, list[str]]:
+def model_plan(argument: str, overrides: Sequence[str], scratch: Path) -> tuple[Plan, list[str]]:
     """Return the plan of a run with a small copy of the model, and notes on it.
 
     Without a degree in `overrides` two ranks along data, pipe and tensor, but for axes that the
@@ -38,21 +38,21 @@ def model_plan(word: str, overrides: Sequence[str], scratch: Path) -> tuple[Plan
     Raises:
         ConfigError: the folder has no configuration, or nothing is left to compare.
     """
-    text = f"model: {{hf: {json.dumps(str(Path(word)))}}}\n"
+    text = f"model: {{hf: {json.dumps(str(Path(argument)))}}}\n"
     text += f"data: {{seq_len: {SEQ_LEN}}}\nlaunch: {{local: {{procs: null}}}}\n"
     if any(one.startswith("parallel.") for one in overrides):
         return _small_plan(loads(text, overrides=overrides), scratch), []
-    kept, said = list[str](), list[str]()
+    kept, notes = list[str](), list[str]()
     for axis in _AXES:
         try:
             _small_plan(loads(text, overrides=[*overrides, *kept, axis]), scratch)
         except ConfigError as error:
-            said.append(f"left out {axis}: {_reason(error)}")
+            notes.append(f"left out {axis}: {_reason(error)}")
         else:
             kept.append(axis)
     if not kept:
-        raise ConfigError("; ".join(said))
-    return _small_plan(loads(text, overrides=[*overrides, *kept]), scratch), said
+        raise ConfigError("; ".join(notes))
+    return _small_plan(loads(text, overrides=[*overrides, *kept]), scratch), notes
 
 
 def _small_plan(config: RunConfig, scratch: Path) -> Plan:
@@ -70,22 +70,22 @@ def with_small_copy(config: RunConfig, scratch: Path) -> RunConfig:
     folder = Path(config.model.hf)
     path = folder / FILE if folder.is_dir() else folder
     try:
-        given: Any = parse_json(read_regular(path, _MOST_BYTES).decode())
+        config_dict: Any = parse_json(read_regular(path, _MOST_BYTES).decode())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as a configuration: {error}") from error
-    small = shrunk(given)
-    if "vocab_size" in given:
+    small = shrunk(config_dict)
+    if "vocab_size" in config_dict:
         # tokens are bytes, unless the data are those of the model's own tokenizer
         has_own = config.data.tokenizer is not None or config.data.name == "tokens"
-        small["vocab_size"] = given["vocab_size"] if has_own else BYTES
+        small["vocab_size"] = config_dict["vocab_size"] if has_own else BYTES
     copy = scratch / FILE
     copy.write_text(json.dumps(small))
-    sizes = {"vocab": small["vocab_size"]} if "vocab_size" in given else {}
+    sizes = {"vocab": small["vocab_size"]} if "vocab_size" in config_dict else {}
     model = config.model.model_copy(update={"hf": str(copy), **sizes})
     data = config.data.model_copy(update={"seq_len": min(config.data.seq_len, SEQ_LEN)})
     return config.model_copy(update={"model": model, "data": data})
 
 
 def _reason(error: ConfigError) -> str:
-    found = getattr(error, "problems", None)
-    return str(found[0].text if found else error)
+    problems = getattr(error, "problems", None)
+    return str(problems[0].text if problems else error)

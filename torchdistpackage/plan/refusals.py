@@ -42,11 +42,11 @@ def refuse_here(config: RunConfig, source: str, code: str) -> None:
         ConfigError: lists all files and modules that are not there or of no use, or all that is
             wrong with the texts.
     """
-    found = absent_files(config) + wrong_files(config) + unknown_modules(config, code)
-    if found := found + _unusable_local_dir(config):
-        raise ConfigErrors(source, found)
-    if found := wrong_texts(config):  # the ranks find what is made here
-        raise ConfigErrors(source, found)
+    problems = absent_files(config) + wrong_files(config) + unknown_modules(config, code)
+    if problems := problems + _unusable_local_dir(config):
+        raise ConfigErrors(source, problems)
+    if problems := wrong_texts(config):  # the ranks find what is made here
+        raise ConfigErrors(source, problems)
 
 
 def _unusable_local_dir(config: RunConfig) -> list[Problem]:
@@ -76,12 +76,12 @@ def job_problems(config: RunConfig, code: str) -> list[Problem]:
     A container sees other folders, a prologue may fetch files, conda may have other modules.
     """
     has = {x: bool(extra_of(config.launch.slurm, x)) for x in ("container", "conda", "prologue")}
-    found: list[Problem] = []
+    problems: list[Problem] = []
     if not (has["container"] or has["conda"]):
-        found += unknown_modules(config, code)
+        problems += unknown_modules(config, code)
     if not (has["container"] or has["prologue"]):
-        found += absent_files(config) + wrong_files(config)
-    return found
+        problems += absent_files(config) + wrong_files(config)
+    return problems
 
 
 def refuse_moving_aside(files: RunDir, resume: str) -> None:
@@ -99,8 +99,8 @@ def refuse_checkpoint(config: RunConfig, resume: str, plan: Callable[[], Plan]) 
     plan. The plan is made only if there is such a checkpoint.
     """
     has_copies = config.checkpoint.local_dir is not None
-    own = run_folder(config) / CHECKPOINTS
-    if (checkpoint := resumed_from(resume, own, has_copies=has_copies)) is not None:
+    own_folder = run_folder(config) / CHECKPOINTS
+    if (checkpoint := resumed_from(resume, own_folder, has_copies=has_copies)) is not None:
         refuse_other_model(checkpoint, plan())
         refuse_other_optimizer(checkpoint, config)
 

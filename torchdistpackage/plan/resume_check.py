@@ -31,24 +31,25 @@ def named_folder(resume: str) -> Path:
     return Path(resume)
 
 
-def resumed_from(resume: str, own: Path, *, has_copies: bool = False) -> Path | None:
-    """Return the checkpoint that `--resume` names, or with auto the newest one in `own`; None:
-    there is none.
+def resumed_from(resume: str, own_folder: Path, *, has_copies: bool = False) -> Path | None:
+    """Return the checkpoint that `--resume` names, or with auto the newest one in `own_folder`;
+    None: there is none.
 
-    has_copies: nodes have copies, so a whole one may be found where ranks run.
+    has_copies: nodes keep copies, so ranks may find a complete one on their node.
 
     Raises:
-        CheckpointError: it is no complete checkpoint, or `own` has some and none is complete.
+        CheckpointError: it is no complete checkpoint, or `own_folder` has some and none is
+            complete.
     """
     if resume == "never":
         return None
     if resume == "auto":
-        newest, damaged = newest_complete(own)
+        newest, damaged = newest_complete(own_folder)
         if newest is None and damaged and not has_copies:
-            raise none_complete(own, len(damaged), damaged[-1][1])
+            raise none_complete(own_folder, len(damaged), damaged[-1][1])
         return newest
     path = Path(resume)
-    if inside := candidates(path) or candidates(path / own.name):
+    if inside := candidates(path) or candidates(path / own_folder.name):
         raise CheckpointError(
             f"--resume {resume}: it is no checkpoint, but has some; name one, such as {inside[0]}"
         )
@@ -85,14 +86,14 @@ def refuse_other_optimizer(path: Path, config: RunConfig) -> None:
     """Raise CheckpointError if the checkpoint has the state of an optimizer from which this run's
     cannot go on.
     """
-    found = {
+    state_keys = {
         key for name in read_manifest(path).tensors if (key := name.rpartition("#")[2]) != name
     }
-    found -= {"step", "master"}
+    state_keys -= {"step", "master"}
     name = config.optim.name
-    if found and found.isdisjoint(OPTIMIZERS[name].state_keys or found):
+    if state_keys and state_keys.isdisjoint(OPTIMIZERS[name].state_keys or state_keys):
         raise CheckpointError(
-            f"{path} has the state of another optimizer ({', '.join(sorted(found))}), which "
+            f"{path} has the state of another optimizer ({', '.join(sorted(state_keys))}), which "
             f"optim.name={name} does not read. Go on with the optimizer it was written with, begin "
             f"anew with --resume never (tdp submit --fresh), or change run.name"
         )
@@ -110,9 +111,9 @@ def changed_keys(resolved: Path, config: RunConfig) -> str:
         return ""
     now = _flat(config.model_dump())
     keys = [key for key in now if key.startswith(_DECIDES) and not key.startswith(_PLACES)]
-    found = [f"{k}={now[k]} (was {before.get(k)})" for k in keys if now[k] != before.get(k)]
-    more = [f"{len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-    return ", ".join([*found[:_SHOWN], *more])
+    changes = [f"{k}={now[k]} (was {before.get(k)})" for k in keys if now[k] != before.get(k)]
+    more = [f"{len(changes) - _SHOWN} more"] if len(changes) > _SHOWN else []
+    return ", ".join([*changes[:_SHOWN], *more])
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -115,12 +115,12 @@ class Plan:
     @cached_property
     def _kinds_of_layouts(self) -> dict[int, list[Layout]]:
         """One layout of each kind that makes different groups, by pipe index."""
-        found: dict[int, dict[object, Layout]] = {}
+        by_place: dict[int, dict[object, Layout]] = {}
         for x in self.layouts.values():
             for place in x.stages:
                 key = x.view, x.split, x.unreduced, x.stages, x.heads
-                found.setdefault(place, {}).setdefault(key, x)
-        return {place: list(kinds.values()) for place, kinds in found.items()}
+                by_place.setdefault(place, {}).setdefault(key, x)
+        return {place: list(kinds.values()) for place, kinds in by_place.items()}
 
     @property
     def bucket_bytes(self) -> int:
@@ -304,19 +304,19 @@ def own_model_warnings(plan: Plan) -> list[str]:
     """Return warnings for a user's own model on tensor and context ranks: a plan knows none of its
     layers.
     """
-    config, found = plan.config, list[str]()
+    config, warnings = plan.config, list[str]()
     if plan.model is not None:
-        return found
+        return warnings
     if (tensor := config.parallel.tensor) > 1:
-        found.append(
+        warnings.append(
             f"parallel.tensor={tensor} splits only what {config.model.target} says: layers of "
             f"plain torch are copied to all {tensor} ranks, with all their weights and work; "
             f"return tensor_parallel(model) from it, or use layers of torchdistpackage.parallel "
             f"(docs/own_code.md). The log of a run says whether anything was split"
         )
     if config.parallel.context > 1:
-        found.append(attends_to_parts(plan))
-    return found
+        warnings.append(attends_to_parts(plan))
+    return warnings
 
 
 def attends_to_parts(plan: Plan) -> str:
@@ -350,13 +350,13 @@ def rank_memory(
     plan: Plan, rank: int, layouts: Iterable[Layout], *, on_gpu: bool
 ) -> MemoryEstimate:
     """Return the memory of a rank with these parameters, with NCCL's communicators on a GPU."""
-    held = memory(plan.config, plan.topology, layouts, rank, plan.packed)
+    estimate = memory(plan.config, plan.topology, layouts, rank, plan.packed)
     if not on_gpu:
-        return held
+        return estimate
     connected = communicators(
         plan.creations(rank), rank, plan.topology, plan.config.parallel.cp_comm_type
     )
-    return replace(held, communicators_bytes=connected.device_bytes)
+    return replace(estimate, communicators_bytes=connected.device_bytes)
 
 
 def stage_loads(plan: Plan) -> tuple[StageLoad, ...]:
@@ -369,14 +369,14 @@ def stage_loads(plan: Plan) -> tuple[StageLoad, ...]:
     loads: list[StageLoad] = []
     for index in range(len(plan.schedule.programs)):
         rank = mesh.rank({"pipe": index})
-        held = [x for x in plan.layouts.values() if not x.stages or index in x.stages]
-        counts = {x.name: num_elements(x, view(x.view), rank) for x in held}
+        layouts = [x for x in plan.layouts.values() if not x.stages or index in x.stages]
+        counts = {x.name: num_elements(x, view(x.view), rank) for x in layouts}
         trained = sum(n for x, n in counts.items() if plan.is_trained(x))
         share = sum(costs[i] for i in plan.pieces_on(index)) / (sum(costs) or 1)
         names = {
             s: tuple(plan.pieces[i] for i in plan.stages[s]) for s in plan.schedule.stages_of(index)
         }
-        held_bytes = rank_memory(plan, rank, held, on_gpu=plan.has_gpus)
+        held_bytes = rank_memory(plan, rank, layouts, on_gpu=plan.has_gpus)
         loads.append(StageLoad(index, names, sum(counts.values()), trained, held_bytes, share))
     return tuple(loads)
 

@@ -36,16 +36,16 @@ def with_smaller_arguments(config: RunConfig, defaults: Mapping[str, Any]) -> Ru
     defaults: what the constructor takes for arguments that are not given.
     """
     model, data = config.model, config.data
-    known = dict(_sizes({**defaults, **model.args}))
+    argument_sizes = dict(_sizes({**defaults, **model.args}))
     sizes: dict[str, set[int]] = {}
-    for name, size in known.items():
+    for name, size in argument_sizes.items():
         sizes.setdefault(_KIND[name], set()).add(size)
-    clear = {kind: next(iter(held)) for kind, held in sizes.items() if len(held) == 1}
+    clear = {kind: next(iter(names)) for kind, names in sizes.items() if len(names) == 1}
     small = _smaller(clear, config)
     fed = dict(_sizes(data.args))
     changed = {
         name: (size, small[kind])
-        for name, size in known.items()
+        for name, size in argument_sizes.items()
         if (kind := _KIND[name]) in small
         and small[kind] < size
         and (kind not in _OF_DATA or fed.get(name) == size or (kind == "vocab" and _bytes(config)))
@@ -75,38 +75,38 @@ def _sizes(args: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _replaced(args: Mapping[str, Any], changed: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, value in args.items():
         was, becomes = changed.get(name, (None, None))
         if isinstance(value, dict):
             value = _replaced(value, changed)
-        found[name] = becomes if type(value) is int and value == was else value
-    return found
+        arguments[name] = becomes if type(value) is int and value == was else value
+    return arguments
 
 
 def _smaller(sizes: Mapping[str, int], config: RunConfig) -> dict[str, int]:
     """Return the smaller size of each kind of argument that may become smaller."""
-    found = {"vocab": _BYTES if _bytes(config) else _VOCAB, "length": _LENGTH}
+    small = {"vocab": _BYTES if _bytes(config) else _VOCAB, "length": _LENGTH}
     if config.pipeline.schedule != CUSTOM:
         stages = 2 * (config.pipeline.chunks or 2) if config.parallel.pipe > 1 else 1
-        found["layers"] = 2 * stages
+        small["layers"] = 2 * stages
     dim, heads = sizes.get("dim"), sizes.get("heads")
     fewer = _HEADS if heads is not None and heads % _HEADS == 0 else heads
     if heads is not None and fewer is not None:
         shared = heads // sizes.get("kv_heads", heads)
-        found["heads"], found["kv_heads"] = fewer, max(fewer // shared, 2 if shared > 1 else 1)
-    found["head_dim"] = _HEAD_DIM
+        small["heads"], small["kv_heads"] = fewer, max(fewer // shared, 2 if shared > 1 else 1)
+    small["head_dim"] = _HEAD_DIM
     if dim is not None:
         if heads is None or fewer is None or dim % heads:
-            found["dim"] = _halved(dim, _DIM)
+            small["dim"] = _halved(dim, _DIM)
         else:
-            found["dim"] = fewer * _halved(dim // heads, _HEAD_DIM)
+            small["dim"] = fewer * _halved(dim // heads, _HEAD_DIM)
     if (hidden := sizes.get("hidden")) is not None:
         if dim is None or hidden % dim:
-            found["hidden"] = _halved(hidden, 2 * _DIM)
+            small["hidden"] = _halved(hidden, 2 * _DIM)
         else:
-            found["hidden"] = hidden // dim * found["dim"]
-    return found
+            small["hidden"] = hidden // dim * small["dim"]
+    return small
 
 
 def _halved(size: int, least: int) -> int:

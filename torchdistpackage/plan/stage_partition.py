@@ -65,21 +65,21 @@ def stages(config: RunConfig, pieces: ModelUnits | None) -> Stages:
     """
     section, measured = config.pipeline, measured_costs(config)
     if pieces is None and section.partition == "time" and measured is not None:
-        found = stages(config, ModelUnits(tuple(measured.pieces), (), ()))
-        return replace(found, cut=(), own_cut=found.cut)
-    made = _Partitioner(config, pieces, measured)
+        undivided = stages(config, ModelUnits(tuple(measured.pieces), (), ()))
+        return replace(undivided, cut=(), own_cut=undivided.cut)
+    partitioner = _Partitioner(config, pieces, measured)
     if section.schedule == AUTO:
-        return made.synthesized()
+        return partitioner.synthesized()
     if section.schedule == CUSTOM:
         schedule = custom_schedule(config)
     else:
         pipe = config.parallel.pipe
         schedule = build(section.schedule, pipe, section.microbatches, section.chunks)
-    cut = made.cut(schedule.placement)
+    cut = partitioner.cut(schedule.placement)
     if section.partition == "time":
-        time_of = partial(made.costs, num_stages=schedule.num_stages)
+        time_of = partial(partitioner.costs, num_stages=schedule.num_stages)
         cut = refine(cut, schedule, lambda tried: simulate(schedule, time_of(tried)).total)
-    return made.stages(schedule, cut, made.costs(cut, schedule.num_stages))
+    return partitioner.stages(schedule, cut, partitioner.costs(cut, schedule.num_stages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +114,16 @@ class _Partitioner:
         costs.
         """
         pipe, number = self.run.parallel.pipe, self.run.pipeline.microbatches
-        found: list[Stages] = []
+        candidates: list[Stages] = []
         for placement in self._placements():
             cut = self.cut(placement)
             costs, chunks = self.costs(cut, len(placement)), len(placement) // pipe
             schedule = synthesize(pipe, number, costs, chunks=chunks, placement=placement)
-            found.append(self.stages(schedule, cut, costs))
-        longest = min(x.timeline.total for x in found) * (1 + _ROUNDING)
+            candidates.append(self.stages(schedule, cut, costs))
+        longest = min(x.timeline.total for x in candidates) * (1 + _ROUNDING)
         # microbatches on the fullest rank, each stage counting as its part of a rank
         return min(
-            (x for x in found if x.timeline.total <= longest),
+            (x for x in candidates if x.timeline.total <= longest),
             key=lambda x: max(x.timeline.peak_live_of_rank) * pipe / x.schedule.num_stages,
         )
 
@@ -140,10 +140,10 @@ class _Partitioner:
             options = (chunks or 1,)
         else:
             options = tuple(v for v in AUTO_CHUNKS if v * pipe <= len(self.pieces.names))
-        found = [tuple(range(pipe)) * v for v in options]
+        placements = [tuple(range(pipe)) * v for v in options]
         if 2 in options and pipe > 1:
-            found.append((*range(pipe), *reversed(range(pipe))))
-        return found
+            placements.append((*range(pipe), *reversed(range(pipe))))
+        return placements
 
     @property
     def _by_stage(self) -> CostsFile | None:

@@ -81,8 +81,8 @@ def device_of(config: RunConfig, name: str | None = None) -> Accelerator | None:
     options = header(config.launch.slurm) if config.launch.slurm else {}
     text = ",".join(options.get(x) or "" for x in ("gpus", "gpus-per-node", "gpus-per-task"))
     text += "," + (options.get("gres") or "").replace("gpu:", "")
-    found = (named_device(word) for word in re.findall(r"[A-Za-z][\w.-]*", text))
-    return next((each for each in found if each is not None), None)
+    devices = (named_device(token) for token in re.findall(r"[A-Za-z][\w.-]*", text))
+    return next((each for each in devices if each is not None), None)
 
 
 def unpredicted(plan: Plan) -> str | None:

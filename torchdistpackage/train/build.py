@@ -195,10 +195,10 @@ def world_options(plan: Plan) -> GroupOptions:
     """Return the options of the default group, which serves each axis that all ranks lie along."""
     options, world = group_options(plan.config), plan.world_size
     meshes = plan.topology.expert, plan.topology.dense
-    whole = {axis for mesh in meshes for axis in mesh.names if mesh.axis_size(axis) == world}
+    axes = {axis for mesh in meshes for axis in mesh.names if mesh.axis_size(axis) == world}
     if plan.topology.dense.axis_size(*BATCH_AXES) == world:
-        whole.add("data")  # sums of gradients go over all ranks
-    return merged(options.get(axis, GroupOptions()) for axis in whole)
+        axes.add("data")  # sums of gradients go over all ranks
+    return merged(options.get(axis, GroupOptions()) for axis in axes)
 
 
 def start_timeout_s(config: RunConfig) -> float:
@@ -378,10 +378,10 @@ def _tie(stages: Mapping[int, nn.Module], layouts: Mapping[int, Mapping[str, Lay
                 setattr(module.get_submodule(path), key, shared)
 
 
-def own_cut(plan: Plan, whole: nn.Module) -> tuple[range, ...] | None:
+def own_cut(plan: Plan, model: nn.Module) -> tuple[range, ...] | None:
     """For each stage of a user's own chain its children; None: as parameters have it."""
     partition, measured = plan.config.pipeline.partition, plan.pipeline.measured
-    names = [name for name, _ in whole.named_children()]
+    names = [name for name, _ in model.named_children()]
     if partition == "uniform":
         placement = plan.schedule.placement
         return split_by_cost([1.0] * len(names), len(placement), placement=placement)

@@ -91,17 +91,17 @@ class CompiledBlock:
             self.refused = _reason(error)
 
 
-def compile_blocks(stages: TrainStages, backend: str, how: str = "blocks") -> list[CompiledBlock]:
-    """Let every block (`block_names`) be called as one graph. Before ZeRO has put hooks on them.
+def compile_blocks(stages: TrainStages, backend: str, mode: str = "blocks") -> list[CompiledBlock]:
+    """Let every block (`block_names`) be called as one graph. Call it before ZeRO hooks the blocks.
 
-    how: `train.compile`; off: none.
+    mode: `train.compile`; with off nothing is compiled.
 
     Raises:
-        ConfigError: there is none, or one has hooks that a graph would take in.
+        ConfigError: the stages have no block, or one has hooks that its graph would contain.
     """
-    if how == "off":
+    if mode == "off":
         return []
-    falls_back, names = how == "auto", block_names(stages)
+    falls_back, names = mode == "auto", block_names(stages)
     blocks = {name: stages.get_submodule(name) for name in names}
     hooked = {
         name: sorted({type(m).__name__ for m in block.modules() if _has_hooks(m)})

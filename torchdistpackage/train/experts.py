@@ -64,9 +64,9 @@ class ExpertCounts:
             return stats
         parts = [stats.new_zeros(size) for size in self._sizes]
         for index, router in self._mine.items():
-            taken = router.counter.take(stats.device)
+            counts = router.counter.take(stats.device)
             if self._counts:
-                parts[index] += taken
+                parts[index] += counts
         return torch.cat([stats, *parts])
 
     def split(self, joined: Tensor) -> tuple[Tensor, Sequence[Tensor]]:

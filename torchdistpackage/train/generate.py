@@ -29,19 +29,19 @@ _NO_NUMBER = -1
 def generate(
     model: StagedModel,
     prompt: Sequence[int],
-    how: Sampling,
+    sampling: Sampling,
     window: int,
     timeout_s: float | None,
 ) -> Iterator[int]:
     """Generate the tokens that follow `prompt`, without end: the one row of `generate_batch`."""
-    for token in generate_batch(model, [prompt], how, window, timeout_s):
+    for token in generate_batch(model, [prompt], sampling, window, timeout_s):
         yield token[0]
 
 
 def generate_batch(
     model: StagedModel,
     prompts: Sequence[Sequence[int]],
-    how: Sampling,
+    sampling: Sampling,
     window: int,
     timeout_s: float | None,
     *,
@@ -67,7 +67,7 @@ def generate_batch(
     )
     rows = [list(prompt) for prompt in prompts]
     ended = [False] * len(rows)
-    seed = seed_from(how.seed, "generate")
+    seed = seed_from(sampling.seed, "generate")
     draws = [torch.Generator().manual_seed(seed) for _ in rows]
     model.stage.eval()
     batches = _CachedRows.of(model, executor, rows) if use_cache else None
@@ -77,7 +77,7 @@ def generate_batch(
             for batch in batches:
                 if not all(ended[row] for row in batch.rows):
                     these = [draws[row] for row in batch.rows]
-                    next_tokens = _agreed(model, batch.logits(), how, these, _owner(model, 0))
+                    next_tokens = _agreed(model, batch.logits(), sampling, these, _owner(model, 0))
                     batch.add(next_tokens)
                     for row, token in zip(batch.rows, next_tokens, strict=True):
                         row_tokens[row] = token
@@ -87,7 +87,7 @@ def generate_batch(
             for row, tokens in enumerate(rows):
                 if not ended[row]:
                     logits, source = _logits_of_all(model, executor, tokens[-window:])
-                    row_tokens[row] = _agreed(model, logits, how, [draws[row]], source)[0]
+                    row_tokens[row] = _agreed(model, logits, sampling, [draws[row]], source)[0]
         if _NO_NUMBER in row_tokens:
             row = row_tokens.index(_NO_NUMBER)
             raise NonFiniteError(
@@ -111,14 +111,14 @@ def _owner(model: StagedModel, index: int) -> int:
 def _agreed(
     model: StagedModel,
     logits: Tensor | None,
-    how: Sampling,
+    sampling: Sampling,
     draws: Sequence[torch.Generator],
     source: int,
 ) -> list[int]:
     """A token for each row of logits (B, V), as rank `source` says."""
     choice = torch.zeros(len(draws), dtype=torch.int64, device=model.device)
     if logits is not None:
-        tokens = [next_token(x, how, draw) for x, draw in zip(logits, draws, strict=True)]
+        tokens = [next_token(x, sampling, draw) for x, draw in zip(logits, draws, strict=True)]
         choice.copy_(torch.tensor(tokens))
     primitives.broadcast(choice, tpc.get_group("model"), source)
     return choice.tolist()
@@ -211,7 +211,7 @@ def _logits_of_all(
     return logits[0] if logits else None, _owner(model, owner)
 
 
-def next_token(logits: Tensor, how: Sampling, draw: torch.Generator) -> int:
+def next_token(logits: Tensor, sampling: Sampling, draw: torch.Generator) -> int:
     """A token id from logits (V,); -1 where one is no number.
 
     top_k keeps that many of the likeliest, then top_p the fewest whose chances add up to it
@@ -220,13 +220,13 @@ def next_token(logits: Tensor, how: Sampling, draw: torch.Generator) -> int:
     logits = logits.detach().to("cpu", torch.float64)
     if logits.isnan().any() or logits.isposinf().any():
         return _NO_NUMBER
-    if how.temperature == 0:
+    if sampling.temperature == 0:
         return int(logits.argmax())
-    kept, ids = (logits / how.temperature).sort(descending=True, stable=True)
-    chances = kept[: how.top_k].softmax(0)
-    if how.top_p is not None:
+    kept, ids = (logits / sampling.temperature).sort(descending=True, stable=True)
+    chances = kept[: sampling.top_k].softmax(0)
+    if sampling.top_p is not None:
         mass_before = chances.cumsum(0) - chances
-        chances = chances[mass_before < how.top_p]
+        chances = chances[mass_before < sampling.top_p]
     sums = chances.cumsum(0)
     at = torch.rand((), dtype=torch.float64, generator=draw) * sums[-1]
     index = int(torch.searchsorted(sums, at, right=True).clamp(max=len(sums) - 1))

@@ -285,7 +285,7 @@ def _this_start(files: RunDir, rank: int) -> Start:
     return this_start(files, os.environ, step)
 
 
-def resume_of(files: RunDir, start: Start, asked: str) -> str:
+def resume_of(files: RunDir, start: Start, resume: str) -> str:
     """Return what `--resume` means for `start`.
 
     The word of the user holds for the first start of a job; its requeues, and ranks that torchrun
@@ -298,9 +298,9 @@ def resume_of(files: RunDir, start: Start, asked: str) -> str:
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if again or (in_job and len(series_of(files, start)) > 1):
         return "auto"
-    if asked not in ("auto", "never"):
-        named_folder(asked)
-    return asked
+    if resume not in ("auto", "never"):
+        named_folder(resume)
+    return resume
 
 
 def _say_if_it_stays_away(config: RunConfig) -> None:

@@ -56,12 +56,12 @@ def warmup_cosine(step: int, *, warmup_steps: int, num_steps: int, min_ratio: fl
     return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def _transformers(name: str, lr: float, warmup: int, num_steps: int, given: dict) -> Factor:
+def _transformers(name: str, lr: float, warmup: int, num_steps: int, arguments: dict) -> Factor:
     if name == "constant":
         return lambda step: 1.0
     if name == "warmup_stable_decay":
-        return _stable(warmup, num_steps, **given)
-    after = _AFTER_WARMUP[name](lr=lr, warmup=warmup, num_steps=num_steps, **given)
+        return _stable(warmup, num_steps, **arguments)
+    after = _AFTER_WARMUP[name](lr=lr, warmup=warmup, num_steps=num_steps, **arguments)
     return lambda step: step / max(1, warmup) if step < warmup else after(step)
 
 

@@ -20,15 +20,16 @@ def token_cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
 
 
 def from_user(
-    fn: Callable[[Tensor, Tensor], object], whole: Callable[[Tensor], Tensor] | None = None
+    fn: Callable[[Tensor, Tensor], object], gather: Callable[[Tensor], Tensor] | None = None
 ) -> LossFn:
-    """A user's loss(outputs, targets): either (sum, count) as it is, or a mean over dim 0.
+    """Return a loss that calls a user's `fn(outputs, targets)`, which returns (sum, count) or the
+    mean over dim 0.
 
-    whole: what joins outputs that a model of ours leaves split over tensor ranks.
+    gather: joins outputs that a model of ours leaves split over tensor ranks.
     """
 
     def loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        value = fn(outputs if whole is None else whole(outputs), targets)
+        value = fn(outputs if gather is None else gather(outputs), targets)
         if isinstance(value, tuple) and len(value) == 2:
             total, count = value
             if isinstance(count, Tensor):

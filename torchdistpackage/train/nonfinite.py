@@ -65,7 +65,7 @@ def explain(trainer: Trainer, issued: PendingStep) -> str:
             if trainer.optimizer is not None:
                 trainer.optimizer.zero_grad()
             trainer.accumulate(issued.step, reduce=False)
-    own = [
+    own_grads = [
         layouts[name].name
         for name, p in trainer.stage.named_parameters()
         if p.grad is not None and not bool(p.grad.isfinite().all())
@@ -76,11 +76,11 @@ def explain(trainer: Trainer, issued: PendingStep) -> str:
     stage_of = {layout.name: int(name.partition(".")[0]) for name, layout in layouts.items()}
     grads, summed = (
         NonFiniteGrads(stage_of[names[-1]], names[-1], len(names)) if names else None
-        for names in (own, after)
+        for names in (own_grads, after)
     )
-    mine = NonFiniteReport(trainer.rank, probe.first, grads, summed)
+    report = NonFiniteReport(trainer.rank, probe.first, grads, summed)
     words = primitives.reduce_objects(
-        mine, lambda seen: _words([x for x in seen if isinstance(x, NonFiniteReport)])
+        report, lambda seen: _words([x for x in seen if isinstance(x, NonFiniteReport)])
     )
     return f"step {issued.step}: {words}"
 
@@ -88,16 +88,18 @@ def explain(trainer: Trainer, issued: PendingStep) -> str:
 def _words(seen: Sequence[NonFiniteReport]) -> str:
     forward = [(x.forward, x.rank, x.own) for x in seen if x.forward is not None]
     # a backward runs from the last stage to the first
-    own = sorted(((-x.own.stage, x.rank, x.own) for x in seen if x.own), key=lambda x: x[:2])
+    with_own = sorted(((-x.own.stage, x.rank, x.own) for x in seen if x.own), key=lambda x: x[:2])
     summed = sorted(
         ((-x.summed.stage, x.rank, x.summed) for x in seen if x.summed), key=lambda x: x[:2]
     )
     if forward:
-        (number, stage, what), first, grads = min(forward, key=lambda x: x[:2])
-        text = f"the {what} of microbatch {number} is not finite on rank {first}, stage {stage}"
+        (number, stage, tensor_name), first, grads = min(forward, key=lambda x: x[:2])
+        text = (
+            f"the {tensor_name} of microbatch {number} is not finite on rank {first}, stage {stage}"
+        )
         text += f", and then {grads}" if grads else ""
-    elif own:
-        _, first, grads = own[0]
+    elif with_own:
+        _, first, grads = with_own[0]
         text = f"on rank {first}, stage {grads.stage} {grads}"
     elif summed:
         _, first, grads = summed[0]
@@ -157,11 +159,11 @@ class _ForwardProbe:
         self._note("loss", total)
         return total, count
 
-    def _note(self, what: str, value: object) -> None:
+    def _note(self, tensor_name: str, value: object) -> None:
         if self._finite_so_far and not _finite(value):
             self._finite_so_far = False
             if self.first is None:
-                self.first = (self._microbatch, self._stage, what)
+                self.first = (self._microbatch, self._stage, tensor_name)
 
 
 def _finite(value: object) -> bool:

@@ -43,12 +43,12 @@ def make_optimizer(
     inner = [p for p in matrices if not is_table[id(p)]]
     outer = [p for p in matrices if is_table[id(p)]]
     if spec.takes == "blocks":
-        mine, rest = _groups((inner, decay), (vectors, 0.0)), _groups((outer, decay))
+        muon_groups, rest = _groups((inner, decay), (vectors, 0.0)), _groups((outer, decay))
     else:
-        mine = _groups(([p for p in inner if p.dim() == 2], decay))
+        muon_groups = _groups(([p for p in inner if p.dim() == 2], decay))
         rest = _groups(([*outer, *(p for p in inner if p.dim() != 2)], decay), (vectors, 0.0))
-    made = ((make, mine), (adamw, rest))
-    return JointOptimizer(*(make(groups, section) for make, groups in made if groups))
+    parts = ((make, muon_groups), (adamw, rest))
+    return JointOptimizer(*(make(groups, section) for make, groups in parts if groups))
 
 
 def _groups(*kinds: tuple[list[nn.Parameter], float]) -> Groups:

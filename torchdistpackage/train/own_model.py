@@ -29,14 +29,14 @@ def own_stages(
         ConfigError: `model.target` returned no module.
         ScheduleError: it cannot be cut into so many stages.
     """
-    whole = user_object(target)(**args)
-    if not isinstance(whole, nn.Module):
+    model = user_object(target)(**args)
+    if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"model.target {target} returned a {type(whole).__name__}, which is "
+            f"model.target {target} returned a {type(model).__name__}, which is "
             f"no torch.nn.Module; name a function that returns one, or the class of one"
         )
-    stages, layouts = chunks_of(whole, placement, index, cut=cut(whole))
-    tables = {id(p) for p in table_parameters(whole)}
+    stages, layouts = chunks_of(model, placement, index, cut=cut(model))
+    tables = {id(p) for p in table_parameters(model)}
     for stage, module in stages.items():
         for local, parameter in module.named_parameters():
             if id(parameter) in tables and (name := f"{stage}.{local}") in layouts:

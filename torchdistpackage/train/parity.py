@@ -94,31 +94,33 @@ def compare_run(
     Raises:
         TorchDistError: one process alone fails.
     """
-    word = "layout" if len(run.layouts) == 1 else "layouts"
-    say(f"comparing {len(run.layouts)} {word} with one process")
+    noun = "layout" if len(run.layouts) == 1 else "layouts"
+    say(f"comparing {len(run.layouts)} {noun} with one process")
     theirs = () if run.whole.model.hf is None else ("transformers.modeling_utils",)
-    own = pool or RankPool(run.most_ranks, timeout_s=_LIMIT_S, preload=(*_PRELOAD, *theirs))
+    rank_pool = pool or RankPool(run.most_ranks, timeout_s=_LIMIT_S, preload=(*_PRELOAD, *theirs))
     try:
         began = time.monotonic()
-        (whole,) = records_of(own(1), record_run, run.whole, {})
-        if whole.error:
-            raise TorchDistError(f"one process alone fails: {whole.error}")
+        (reference,) = records_of(rank_pool(1), record_run, run.whole, {})
+        if reference.error:
+            raise TorchDistError(f"one process alone fails: {reference.error}")
         say(f"one process: {time.monotonic() - began:.0f} s")
-        found: list[tuple[dict[str, int], ParityFinding | None]] = []
+        findings: list[tuple[dict[str, int], ParityFinding | None]] = []
         for number, (axes, config) in enumerate(run.layouts, 1):
             began = time.monotonic()
-            held = records_of(own(math.prod(axes.values())), record_run, config, dict(axes))
-            finding = first_difference(whole, held, axes)
-            found.append((axes, finding))
-            word = "the same" if finding is None else f"differs in {finding.module}"
+            records = records_of(
+                rank_pool(math.prod(axes.values())), record_run, config, dict(axes)
+            )
+            finding = first_difference(reference, records, axes)
+            findings.append((axes, finding))
+            verdict = "the same" if finding is None else f"differs in {finding.module}"
             took = f"{time.monotonic() - began:.0f} s"
-            say(f"{number} of {len(run.layouts)}, {text_of(axes)}: {word}, {took}")
+            say(f"{number} of {len(run.layouts)}, {text_of(axes)}: {verdict}, {took}")
             if finding is not None and finding.detail:
                 say(finding.detail)
     finally:
         if pool is None:
-            own.close()
-    return ParityReport(found)
+            rank_pool.close()
+    return ParityReport(findings)
 
 
 def record_run(config: RunConfig, axes: Mapping[str, int]) -> ParityRecord:

@@ -81,20 +81,26 @@ class PreferenceLoss:
     def _loss(
         self,
         model: StagedModel,
-        known: Mapping[int, Tensor],
+        reference_log_probs: Mapping[int, Tensor],
         outputs: Tensor,
         targets: Tensor,
         m: int,
     ) -> tuple[Tensor, Tensor]:
         """(sum of the pairs' losses, number of pairs); a pair of which no token counts is none."""
-        found = log_probs(model.loss, outputs, targets, self._rows_dim)
+        model_log_probs = log_probs(model.loss, outputs, targets, self._rows_dim)
         counts = (targets != IGNORE).any(1)[::2]
-        rewards = self._beta * (found - known[m])
+        rewards = self._beta * (model_log_probs - reference_log_probs[m])
         margins = rewards[::2] - rewards[1::2]
         right, wrong = F.logsigmoid(margins), F.logsigmoid(-margins)
         losses = -right * (1 - self._smoothing) - wrong * self._smoothing
         if model.tells_loss:
-            rows = (rewards[::2], rewards[1::2], margins > 0, found[::2], found[1::2])
+            rows = (
+                rewards[::2],
+                rewards[1::2],
+                margins > 0,
+                model_log_probs[::2],
+                model_log_probs[1::2],
+            )
             self._sums += torch.stack([(x * counts).sum().to(self._sums) for x in rows]).detach()
         return (losses * counts).sum(), counts.sum()
 

@@ -91,7 +91,7 @@ class RankTimes(Callback):
         steps = [*self._trainer.phases.kept(after=self._last).values()]
         num_steps = max(len(steps), 1)
         values = [sum(x.get(phase, 0.0) for x in steps) / num_steps for phase in PHASES]
-        values += [taken / num for taken in self._taken]
+        values += [seconds / num for seconds in self._taken]
         row = torch.tensor([[*values, *memory_bytes(self._trainer.device)]], dtype=torch.float64)
         self._last, self._taken = step, [0.0] * len(self._taken)
         if self._device.type == "cuda":

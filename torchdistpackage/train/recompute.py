@@ -73,17 +73,17 @@ def recompute_within(trainer: Trainer, budget_gb: float) -> tuple[str, ...]:
         chosen = str(error).partition(": ")[2]
     mesh = trainer.plan.topology.dense
 
-    def of_stages(found: list[Any]) -> str | dict[int, tuple[str, ...]]:
+    def of_stages(choices: list[Any]) -> str | dict[int, tuple[str, ...]]:
         """Return for each place of the pipeline what its first rank chose, or why none can be."""
-        if refused := [(rank, text) for rank, text in enumerate(found) if isinstance(text, str)]:
+        if refused := [(rank, text) for rank, text in enumerate(choices) if isinstance(text, str)]:
             rank, text = refused[0]
             return (
-                f"train.recompute=auto: activations of {len(refused)} of {len(found)} ranks do not "
-                f"fit into what weights, gradients and optimizer state leave of train.memory_gb; "
-                f"on rank {rank} {text}"
+                f"train.recompute=auto: activations of {len(refused)} of {len(choices)} ranks do "
+                f"not fit into what weights, gradients and optimizer state leave of "
+                f"train.memory_gb; on rank {rank} {text}"
             )
         by_place: dict[int, tuple[str, ...]] = {}
-        for rank, names in enumerate(found):
+        for rank, names in enumerate(choices):
             by_place.setdefault(mesh.coord(rank)["pipe"], names)
         return by_place
 
@@ -103,8 +103,8 @@ def _cheapest(profile: Infos, budget_gb: float, stages: TrainStages) -> tuple[st
 
     def may(name: str) -> bool:
         stage, _, inside = name.partition(".")
-        asked = getattr(stages[stage], "may_recompute", None) if inside else None
-        return bool(inside) and (asked is None or asked(inside))
+        allows = getattr(stages[stage], "may_recompute", None) if inside else None
+        return bool(inside) and (allows is None or allows(inside))
 
     reserve_gb = 0.0
     while True:

@@ -272,8 +272,8 @@ class RunSaver:
             return
         host, taken_bytes, available = short
         self.note("checkpoints are written between steps (checkpoint.async_mode: auto):")
-        taken = size_text(taken_bytes)
-        self.note(f"  copies take {taken} of the {size_text(available)} left on {host}")
+        size = size_text(taken_bytes)
+        self.note(f"  copies take {size} of the {size_text(available)} left on {host}")
 
 
 def _short_host(ranks: list[tuple[str, int, int]]) -> tuple[str, int, int] | None:
@@ -281,4 +281,4 @@ def _short_host(ranks: list[tuple[str, int, int]]) -> tuple[str, int, int] | Non
     needed: dict[str, int] = defaultdict(int)
     for host, num_bytes, _ in ranks:
         needed[host] += num_bytes
-    return next(((h, needed[h], left) for h, _, left in ranks if needed[h] > _SHARE * left), None)
+    return next(((h, needed[h], free) for h, _, free in ranks if needed[h] > _SHARE * free), None)

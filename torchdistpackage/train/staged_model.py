@@ -153,16 +153,17 @@ class StagedModel:
         return forward
 
     def microbatches(
-        self, batch: DataBatch, own: Callable[[Tensor], Tensor] | None = None
+        self, batch: DataBatch, take_slice: Callable[[Tensor], Tensor] | None = None
     ) -> Microbatches:
         """Cut a batch into what the stages of this rank need of each microbatch.
 
-        own: returns this rank's slice of inputs and targets; default: they are that already.
+        take_slice: returns this rank's slice of inputs or targets; default: they are slices
+            already.
         """
-        own, positions = own or self.to_device, batch.position_ids
+        take_slice, positions = take_slice or self.to_device, batch.position_ids
         return Microbatches(
-            cut_tensor(own(batch.inputs), self._sizes) if self.has_first else (),
-            cut_tensor(own(batch.targets), self._sizes) if self.has_last else (),
+            cut_tensor(take_slice(batch.inputs), self._sizes) if self.has_first else (),
+            cut_tensor(take_slice(batch.targets), self._sizes) if self.has_last else (),
             None if positions is None else cut_tensor(self.to_device(positions), self._sizes),
         )
 

@@ -287,7 +287,7 @@ class Trainer(StagedModel):
     ) -> tuple[float, Mapping[str, float]] | None:
         """And, of pairs, what `PairSums.means` says."""
         self._take_pairs()
-        totals, asked = totals_on(self.device), None
+        totals, votes_asked = totals_on(self.device), None
         self.stage.eval()
         with self.phases("validate"), keep_random_states(self.device):
             for number in range(num_batches):
@@ -296,9 +296,9 @@ class Trainer(StagedModel):
                         microbatches = self.microbatches(batch(number, index), self._own)
                     self._pass(self.evaluator, microbatches, totals)
                 if stop is not None:
-                    asked, previous = self._ask_to_stop(stop), asked
+                    votes_asked, previous = self._ask_to_stop(stop), votes_asked
                     # a device is still at this batch, so there the answer is that of the one before
-                    answer = previous if self.runs_ahead else asked
+                    answer = previous if self.runs_ahead else votes_asked
                     if answer is not None and answer.read()[0] > 0:
                         self.stage.train()
                         return None

@@ -103,11 +103,11 @@ def saved_bytes(trainer: Trainer) -> int:
 def resume(
     trainer: Trainer,
     run_folder: Path,
-    how: str,
+    resume_from: str,
     local: LocalCopies | None = None,
     keep: Retention | None = None,
 ) -> TrainState:
-    """Load the state that `how` names into the trainer: auto, never, or a checkpoint's path.
+    """Load the state that `resume_from` names into the trainer: auto, never, or a checkpoint path.
 
     local: copies of an earlier start, of which auto takes a newer one, and which then begin anew.
     keep: what stays of the run's older checkpoints, of which starts may have left more; None: all.
@@ -118,17 +118,17 @@ def resume(
     Raises:
         CheckpointError: the named one is missing or damaged, or of another model.
     """
-    state = _resume(trainer, run_folder / CHECKPOINTS, how, local, keep)
+    state = _resume(trainer, run_folder / CHECKPOINTS, resume_from, local, keep)
     if local is not None:
         local.begin()
     return state
 
 
-def _newest(own: Path, rank: int, local: LocalCopies | None) -> Path | None:
+def _newest(own_folder: Path, rank: int, local: LocalCopies | None) -> Path | None:
     """The newest complete checkpoint over the run's own and the local ones."""
     newest, damaged = None, None
     try:
-        newest = latest_together(own, rank=rank)
+        newest = latest_together(own_folder, rank=rank)
     except CheckpointError as error:
         damaged = error
     if local is not None:
@@ -139,33 +139,43 @@ def _newest(own: Path, rank: int, local: LocalCopies | None) -> Path | None:
 
 
 def _resume(
-    trainer: Trainer, own: Path, how: str, local: LocalCopies | None, keep: Retention | None
+    trainer: Trainer,
+    own_folder: Path,
+    resume_from: str,
+    local: LocalCopies | None,
+    keep: Retention | None,
 ) -> TrainState:
-    if how == "never":
+    if resume_from == "never":
         return TrainState()
-    if how == "auto":
-        path = _newest(own, trainer.rank, local)
+    if resume_from == "auto":
+        path = _newest(own_folder, trainer.rank, local)
         if path is None:
             return TrainState()
     else:
-        path = Path(how)
+        path = Path(resume_from)
         if not path.is_dir():
-            raise CheckpointError(f"--resume {how}: there is no such folder; name a step_NNNNNN")
+            raise CheckpointError(
+                f"--resume {resume_from}: there is no such folder; name a step_NNNNNN"
+            )
     loaded = load(
         path,
         params=trainer.saved(),
         topology=tpc.topology,
         rank=trainer.rank,
         optimizer=trainer.optimizer,
-        checksums=how != "auto",  # they have been read
+        checksums=resume_from != "auto",  # they have been read
     )
-    if how != "auto" and trainer.rank == 0 and path.resolve().parent == own.resolve():
-        set_aside(own, loaded.step)
-    if keep is not None and trainer.rank == 0 and path.resolve().parent == own.resolve():
+    if (
+        resume_from != "auto"
+        and trainer.rank == 0
+        and path.resolve().parent == own_folder.resolve()
+    ):
+        set_aside(own_folder, loaded.step)
+    if keep is not None and trainer.rank == 0 and path.resolve().parent == own_folder.resolve():
         try:
-            retain_before(own, keep, path)
+            retain_before(own_folder, keep, path)
         except (OSError, CheckpointError) as error:  # the next save tries again
-            log.warning("cannot remove older checkpoints of %s: %s", own, error)
+            log.warning("cannot remove older checkpoints of %s: %s", own_folder, error)
     if isinstance(cpu := loaded.extras.get("rng_cpu"), torch.Tensor):
         try:
             torch.set_rng_state(cpu)

@@ -25,16 +25,16 @@ Export = Callable[[Callable[[], None]], Path]
 def wind_up(
     folder: Path,
     trackers: Trackers,
-    word: RequeueDecision,
+    outcome: RequeueDecision,
     signals: SignalFlag,
     *,
     timeout_s: float,
     report: bool,
     export: Export | None,
 ) -> bool:
-    """Do it all; return False if a signal kept the export from being written.
+    """Do all of it; return False if a signal kept the export from being written.
 
-    word: how the run has ended. timeout_s: of a step, see `HangWatchdog`.
+    outcome: how the run ended. timeout_s: limit of a step, see `HangWatchdog`.
     """
     watch = Heartbeat()
     with ExitStack() as stack:
@@ -49,7 +49,7 @@ def wind_up(
                 )
             )
         stack.enter_context(watch.allow_slow())
-        for line in trackers.close(word):
+        for line in trackers.close(outcome):
             print_line(line)
         if report:
             _report(folder, signals)

@@ -251,20 +251,20 @@ def _note_start(rank: RunRank, state: TrainState, changed: str) -> StopControlle
 def _run(rank: RunRank, prepared: PreparedRun, stop: StopController) -> EndedRun:
     """Train to the last step, or until a rank asks for the end, under the watch for hangs."""
     config, folder, plan = rank.config, rank.folder, rank.plan
-    own, world_size = rank.rendezvous.rank, rank.rendezvous.world_size
+    rank_number, world_size = rank.rendezvous.rank, rank.rendezvous.world_size
     watch = HangWatchdog(
         folder,
-        rank=own,
+        rank=rank_number,
         world_size=world_size,
         topology=plan.topology,
         timeout_s=config.train.step_timeout_s,
         first_timeout_s=max(config.launch.init_timeout_s, config.train.step_timeout_s),
-        start=agree_on_start(folder, rank=own, world_size=world_size),
+        start=agree_on_start(folder, rank=rank_number, world_size=world_size),
     )
     trackers = Trackers(
         config.log.to,
         folder,
-        rank=own,
+        rank=rank_number,
         name=config.run.name,
         config=dict(flat(config.model_dump(mode="json"))),
         step=prepared.state.step,
@@ -288,15 +288,15 @@ def _conclude(rank: RunRank, ended: EndedRun, stop: StopController) -> int:
     """Note how the run ended, leave the others, and write what rank 0 writes alone."""
     config, folder = rank.config, rank.folder
     loop, loss, trackers = ended
-    word = RequeueDecision.FINISHED
+    outcome = RequeueDecision.FINISHED
     if rank.is_main:
         if loss is None:
             decision = end(stop, folder, loop.state.step, os.environ)
-            word = decision.word
-            note_event(folder, END, loop.state.step, word=word, reason=decision.reason)
+            outcome = decision.word
+            note_event(folder, END, loop.state.step, word=outcome, reason=decision.reason)
             rank.say(ended_line(folder, loop.state.step, decision))
         else:
-            note_event(folder, END, loop.state.step, word=word, reason="")
+            note_event(folder, END, loop.state.step, word=outcome, reason="")
         if loss is not None and attempt_id(os.environ) != "local":
             write_decision(rank.files, Decision(RequeueDecision.FINISHED, f"{folder}"), os.environ)
     if config.train.compile != "off":
@@ -306,7 +306,7 @@ def _conclude(rank: RunRank, ended: EndedRun, stop: StopController) -> int:
     if rank.is_main and not wind_up(
         folder,
         trackers,
-        word,
+        outcome,
         rank.signals,
         timeout_s=config.train.step_timeout_s,
         report=config.log.report,

@@ -126,8 +126,8 @@ def _renamed(source: TensorSource, names: Mapping[str, str]) -> TensorSource:
     return replace(source, tensors=tensors, read=lambda name: source.read(names[name]))
 
 
-def _free(name: str, taken: Mapping[str, object]) -> str:
+def _free(name: str, used_names: Mapping[str, object]) -> str:
     """Return `name`; refuse one that another tensor already has."""
-    if name in taken:
+    if name in used_names:
         raise CheckpointError(f"two tensors would be called {name}; correct the mapping file")
     return name

@@ -82,19 +82,19 @@ def prepost_reduce_scatter_v(
     if group.size() == 1:
         return partial(Work, flat)
     cut = _FlatShards("sum", flat, as_added(flat), bounds, group, wire_dtype)
-    mine, parts = cut.mine, cut.parts
+    local, parts = cut.mine, cut.parts
     if posts_ahead(group):
         buffers = [
-            part[:0] if part is mine else torch.empty_like(mine, dtype=cut.wire_dtype)
+            part[:0] if part is local else torch.empty_like(local, dtype=cut.wire_dtype)
             for part in parts
         ]
         tag = expected_tag(EXPECTED_SUMMED, group)
         works = post_receives(buffers, group, tag, cut.down)
-        sent = lambda: [part if part is mine else part.to(cut.wire_dtype) for part in parts]  # noqa: E731
+        sent = lambda: [part if part is local else part.to(cut.wire_dtype) for part in parts]  # noqa: E731
         finish = partial(cut.add, buffers)
         return partial(cut.start, "reduce_scatter", finish, _post, works, sent, cut.down, tag)
-    if cut.wire_dtype is mine.dtype:
-        into = (scatter_into, mine, cut.full) if cut.even else (dist.reduce_scatter, mine, parts)
+    if cut.wire_dtype is local.dtype:
+        into = (scatter_into, local, cut.full) if cut.even else (dist.reduce_scatter, local, parts)
         return partial(cut.start, "reduce_scatter", None, *into)
     return partial(_start_by_all_to_all, cut)
 
@@ -159,7 +159,7 @@ class _FlatShards:
 
     def __init__(
         self,
-        what: Literal["sum", "gather"],
+        action: Literal["sum", "gather"],
         flat: Tensor,
         body: Tensor,
         bounds: Sequence[int],
@@ -174,12 +174,12 @@ class _FlatShards:
             )
         if flat.dim() != 1 or bounds[-1] > len(flat) or body.data_ptr() != flat.data_ptr():
             raise CommError(
-                f"cannot {what} slices up to element {bounds[-1]} in place in a tensor of shape "
+                f"cannot {action} slices up to element {bounds[-1]} in place in a tensor of shape "
                 f"{tuple(flat.shape)}, stride {flat.stride()} and dtype {dtype_name(flat.dtype)}; "
                 f"use a contiguous one of one dim that is long enough, of floats or int64"
             )
         if state_of(group).direct:
-            require_host_memory(what, group, flat)
+            require_host_memory(action, group, flat)
         if wire_dtype is not None and not (
             wire_dtype.is_floating_point and flat.is_floating_point()
         ):
@@ -217,10 +217,10 @@ class _FlatShards:
     @torch.no_grad()
     def add(self, buffers: Sequence[Tensor]) -> Tensor:
         """Sum this rank's slice and the parts in the buffers, in group order."""
-        mine, index = self.mine, self.index
+        local, index = self.mine, self.index
         # sums of halves are made in float32: each addition would round
-        narrow = mine.is_floating_point() and mine.itemsize < 4
-        total = mine.float() if narrow else mine
+        narrow = local.is_floating_point() and local.itemsize < 4
+        total = local.float() if narrow else local
         if index:  # the parts of lower ranks come first in group order
             before = buffers[0]
             for buffer in buffers[1:index]:
@@ -229,12 +229,12 @@ class _FlatShards:
         for buffer in buffers[index + 1 :]:
             total += buffer
         if narrow:
-            mine.copy_(total)
+            local.copy_(total)
         return self.flat
 
-    def rounded(self, parts: list[Tensor], mine: Tensor | None) -> Tensor:
+    def rounded(self, parts: list[Tensor], local: Tensor | None) -> Tensor:
         """Return this rank's part as it travels, in the place where a gather puts it."""
-        source, part = self.mine if mine is None else mine, parts[self.index]
+        source, part = self.mine if local is None else local, parts[self.index]
         return part if part is source else part.copy_(source)
 
     @torch.no_grad()
@@ -260,9 +260,9 @@ def _post(
 
 
 @torch.no_grad()
-def _set(flat: Tensor, bounds: Sequence[int], mine: Tensor) -> Work:
+def _set(flat: Tensor, bounds: Sequence[int], local: Tensor) -> Work:
     """Put this rank's elements into `flat`, for a group of one."""
-    flat[bounds[0] : bounds[1]] = mine
+    flat[bounds[0] : bounds[1]] = local
     return Work(flat)
 
 

@@ -94,5 +94,5 @@ def tensor_parallel(
         )
 
     num = len(devices) if group is None else group.size()
-    how = {"explain": explain, "verify": verify, "example": example}
-    return split_module(module, num, devices, tensor_parallel_config, split, **how)
+    trial_options = {"explain": explain, "verify": verify, "example": example}
+    return split_module(module, num, devices, tensor_parallel_config, split, **trial_options)

@@ -47,7 +47,7 @@ def reduce_add(
 
 def all_gather(tensors: Sequence[Tensor], all_cuda: bool | None = None) -> tuple[Tensor, ...]:
     """All tensors stacked, (n, ...), on the device of each."""
-    return tuple(torch.stack([x.to(mine.device) for x in tensors]) for mine in tensors)
+    return tuple(torch.stack([x.to(own.device) for x in tensors]) for own in tensors)
 
 
 class NCCLAllReduceFunction:

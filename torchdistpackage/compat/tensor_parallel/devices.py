@@ -11,10 +11,10 @@ DeviceLike = torch.device | str | int
 
 def canonicalize_device(device: DeviceLike) -> torch.device:
     """With an index where there are several: "cuda" is cuda:0."""
-    found = torch.device(device)
-    if found.type == "cuda" and found.index is None:
+    canonical = torch.device(device)
+    if canonical.type == "cuda" and canonical.index is None:
         return torch.device("cuda", 0)
-    return found
+    return canonical
 
 
 def check_device_ids(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:

@@ -64,11 +64,11 @@ def verify_peft_version() -> None:
         ImportError: peft is not installed, or older than 0.3.
     """
     try:
-        found = version("peft")
+        installed = version("peft")
     except PackageNotFoundError:
         raise ImportError("peft is not installed; use 0.3 or newer") from None
-    if tuple(map(int, re.findall(r"\d+", found)[:2])) < (0, 3):
-        raise ImportError(f"peft is {found}; use 0.3 or newer")
+    if tuple(map(int, re.findall(r"\d+", installed)[:2])) < (0, 3):
+        raise ImportError(f"peft is {installed}; use 0.3 or newer")
 
 
 def check_lora(module: nn.Module) -> bool:
@@ -120,11 +120,13 @@ def process_input(
     input_actions: Actions, rank: int, world_size: int, *args: Any, **kwargs: Any
 ) -> tuple[list[Any], dict[str, Any]]:
     """Positional and named arguments as the actions make them; a target that is absent stays so."""
-    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    for target in input_actions.keys() & given.keys():
+    arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    for target in input_actions.keys() & arguments.keys():
         action = input_actions[target]
-        given[target] = apply_action(given[target], action, rank=rank, world_size=world_size)
-    return [given.pop(at) for at in range(len(args))], given
+        arguments[target] = apply_action(
+            arguments[target], action, rank=rank, world_size=world_size
+        )
+    return [arguments.pop(at) for at in range(len(args))], arguments
 
 
 def process_output(output: Any, output_actions: Actions, *, rank: int, world_size: int) -> Any:
@@ -165,10 +167,10 @@ def infer_sharded_data_device_id(name: str) -> int:
     Raises:
         KeyError: there is none.
     """
-    found = re.search(r"(?:_sanity_check_params|module_shards|flat_shards)\.(\d+)", name)
-    if found is None:
+    match = re.search(r"(?:_sanity_check_params|module_shards|flat_shards)\.(\d+)", name)
+    if match is None:
         raise KeyError(f"{name!r} names no shard; pass a name in a model of tensor_parallel")
-    return int(found[1])
+    return int(match[1])
 
 
 def convert_data(
@@ -205,8 +207,8 @@ def convert_state_dict_single_shard(
     """Convert a state dict to that of the shard `rank`, as `convert_state_dict` does for all
     shards.
     """
-    made: dict[str, Tensor] = {}
-    convert_data(input_state_dict, made, tensor_parallel_config, world_size, rank)
-    convert_names(made, tensor_parallel_config)
-    prefix_names_with_shard_id(made, rank)
-    return made
+    shard_state: dict[str, Tensor] = {}
+    convert_data(input_state_dict, shard_state, tensor_parallel_config, world_size, rank)
+    convert_names(shard_state, tensor_parallel_config)
+    prefix_names_with_shard_id(shard_state, rank)
+    return shard_state

@@ -147,34 +147,34 @@ class TensorParallel(ParallelModule):
     @contextmanager
     def _weights(self) -> Iterator[None]:
         """Tensors in place of parameters that shards share, for the calls of one forward."""
-        manager, taken = self.sharding_manager, []
+        manager, places = self.sharding_manager, []
         try:
             if manager is not None:
                 manager.give(self._joins)
             if torch.is_grad_enabled():
-                taken = self._join_copies()
+                places = self._join_copies()
             yield
         finally:
-            for place in taken:
+            for place in places:
                 withdraw(place)
             if manager is not None:
                 manager.take_back()
 
     def _join_copies(self) -> list[Place]:
-        known = [dict(shard.named_parameters()) for shard in self.module_shards]
-        names = [name for name in self._joins if name in known[0]]
+        by_shard = [dict(shard.named_parameters()) for shard in self.module_shards]
+        names = [name for name in self._joins if name in by_shard[0]]
         if self._places is None:
             self._places = [places_of(shard, names) for shard in self.module_shards]
-        taken: list[Place] = []
+        joined: list[Place] = []
         for name in names:
-            copies = [parameters[name] for parameters in known]
+            copies = [parameters[name] for parameters in by_shard]
             if any(copy.requires_grad for copy in copies):
                 views = JoinedCopies.apply(self._joins[name], *copies)
                 for places, view in zip(self._places, views, strict=True):
                     for place in places[name]:
                         stand_in(place, view)
-                        taken.append(place)
-        return taken
+                        joined.append(place)
+        return joined
 
     def prepare_args_kwargs_for_forward(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Arguments on every device: the positional ones by shard, then the keywords by shard."""

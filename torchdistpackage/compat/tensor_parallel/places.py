@@ -26,13 +26,13 @@ def places_of(shard: nn.Module, names: Collection[str]) -> dict[str, list[Place]
             f"{', '.join(list(parameters)[:3])}"
         )
     aliases = find_tied_weight_aliases(shard)
-    found: dict[str, list[Place]] = {}
+    places: dict[str, list[Place]] = {}
     for name in names:
-        found[name] = []
+        places[name] = []
         for alias in aliases[id(parameters[name])]:
             path, _, attribute = alias.rpartition(".")
-            found[name].append((shard.get_submodule(path), attribute))
-    return found
+            places[name].append((shard.get_submodule(path), attribute))
+    return places
 
 
 def stand_in(place: Place, value: Tensor | None) -> None:

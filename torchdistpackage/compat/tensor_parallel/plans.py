@@ -89,11 +89,11 @@ def find_predefined_tensor_parallel_config(
     Raises:
         LayoutError: the family is known, but this model cannot be split over so many devices.
     """
-    found = find_plan(model_config, len(check_device_ids(device_ids)))
-    if found is None:
+    plan = find_plan(model_config, len(check_device_ids(device_ids)))
+    if plan is None:
         LOG.warning(
             "no plan is known for models of type %r: each layer is split by itself",
             getattr(model_config, "model_type", None),
         )
         return None
-    return TensorParallelConfig.of(found)
+    return TensorParallelConfig.of(plan)

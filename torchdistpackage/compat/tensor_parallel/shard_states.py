@@ -27,15 +27,15 @@ def convert_state_dict(
     """
     names = get_parameter_name_mapping(input_state_dict, tensor_parallel_config)
     prefix = "wrapped_model." if for_pretrained else ""
-    made: dict[str, Tensor] = {}
+    shard_states: dict[str, Tensor] = {}
     for rank in range(world_size):
         for name, tensor in input_state_dict.items():
             action = state_action(tensor_parallel_config, [name])
             part = tensor if action is None else action(tensor, rank=rank)
-            made[f"{prefix}module_shards.{rank}.{names[name]}"] = part
+            shard_states[f"{prefix}module_shards.{rank}.{names[name]}"] = part
     for rank in range(world_size):
-        made[f"{prefix}_sanity_check_params.{rank}"] = torch.empty(0)
-    return made
+        shard_states[f"{prefix}_sanity_check_params.{rank}"] = torch.empty(0)
+    return shard_states
 
 
 def infer_sharded_device_map(tp_model: nn.Module) -> dict[str, str]:

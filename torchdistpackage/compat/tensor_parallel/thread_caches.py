@@ -132,16 +132,16 @@ def _copied(
     value: Any, rank: int, device: torch.device, heads: CacheHeads, filled: list[Place]
 ) -> Any:
     """A copy with the part of `rank` of keys and values, through which gradients pass."""
-    known: dict[int, Any] = {}
+    memo: dict[int, Any] = {}
     for at, _ in filled:
         for tensor in at.values() if isinstance(at, dict) else ():
             if isinstance(tensor, Tensor):
-                known[id(tensor)] = _own(tensor, rank, device)
+                memo[id(tensor)] = _own(tensor, rank, device)
             elif isinstance(tensor, torch.device):
-                known[id(tensor)] = device
+                memo[id(tensor)] = device
     for at, key in filled:
-        known[id(at[key])] = _own(heads.part(at[key], rank), rank, device)
-    return copy.deepcopy(value, known)
+        memo[id(at[key])] = _own(heads.part(at[key], rank), rank, device)
+    return copy.deepcopy(value, memo)
 
 
 def _mirror(value: Any, twins: list[Any]) -> None:
@@ -155,11 +155,11 @@ def mirrored(kind: type) -> type:
 
     def through(name: str) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            found = None
+            own_result = None
             for twin in self.__dict__[TWINS]:
                 result = getattr(kind, name)(twin, *args, **kwargs)
-                found = result if twin is self else found
-            return found
+                own_result = result if twin is self else own_result
+            return own_result
 
         return call
 

@@ -95,7 +95,7 @@ class ShardingManager(nn.Module):
 
     def full_tensors(self, rank: int) -> dict[str, Tensor]:
         """Each parameter whole, on the device of shard `rank`, as part of the graph."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         num = self.world_size
         for at, names in enumerate(self._groups):
             flats = [self.flat_shards[at * num + r] for r in range(num)]
@@ -103,13 +103,16 @@ class ShardingManager(nn.Module):
             lengths = [self._shapes[name].numel() for name in names]
             pieces = [
                 flat.split(
-                    [*(own := [even_sizes(n, num)[r] for n in lengths]), len(flat) - sum(own)]
+                    [
+                        *(lengths_here := [even_sizes(n, num)[r] for n in lengths]),
+                        len(flat) - sum(lengths_here),
+                    ]
                 )
                 for r, flat in enumerate(flats)
             ]
             for i, name in enumerate(names):
-                found[name] = torch.cat([piece[i] for piece in pieces]).view(self._shapes[name])
-        return found
+                tensors[name] = torch.cat([piece[i] for piece in pieces]).view(self._shapes[name])
+        return tensors
 
     def give(self, joins: Mapping[str, StateAction]) -> None:
         """Put the full tensors into all shards. joins: those whose gradients shards add up.

@@ -138,7 +138,7 @@ def start_again(
     decided = decide_in_job(
         f"after step {progress(files).step or 0}: {died}",
         decision(files, earlier[-1]) if earlier else None,
-        left=num_restarts,
+        starts_left=num_restarts,
         time_up=time_is_up(now_s, end_s, (), (), margin_s),
         bad_node=evidence.reason if evidence else "",
     )

@@ -214,8 +214,8 @@ def _broken(start: Start, runner: Runner, now_s: float) -> dict[str, str]:
 def _end_s(start: Start, runner: Runner) -> float | None:
     """Return when the job ended after this start, according to the accounting, or None."""
     since = slurm_time(start.time_s - _CLOCKS_DIFFER_S)
-    asked = ("sacct", "-D", "-X", "-n", "-P", "-j", start.job, "-S", since, "-o", "Start,End")
-    rows = [row for row in _rows(runner, *asked) if len(row) == 2 and all(map(str.isdigit, row))]
+    command = ("sacct", "-D", "-X", "-n", "-P", "-j", start.job, "-S", since, "-o", "Start,End")
+    rows = [row for row in _rows(runner, *command) if len(row) == 2 and all(map(str.isdigit, row))]
     return min((float(end) for _, end in rows if float(end) >= start.time_s), default=None)
 
 

@@ -317,8 +317,8 @@ def query_jobs(
     """
     if not ids:
         return QueryResult({})
-    asked = _joined(ids)
-    ran = runner([*SQUEUE, "-j", asked if "," in asked else f"{asked},{asked}"])
+    joined_ids = _joined(ids)
+    ran = runner([*SQUEUE, "-j", joined_ids if "," in joined_ids else f"{joined_ids},{joined_ids}"])
     if ran.code != 0:
         raise LaunchError(f"squeue cannot say how jobs {_joined(ids)} are: {ran.why}")
     queued = parse_squeue(ran.out)

@@ -71,9 +71,9 @@ class Decision:
         Raises:
             LaunchError: the line starts with none of the words.
         """
-        word, _, reason = line.strip().partition(" ")
+        decision, _, reason = line.strip().partition(" ")
         try:
-            return Decision(RequeueDecision(word), reason)
+            return Decision(RequeueDecision(decision), reason)
         except ValueError:
             words = ", ".join(RequeueDecision)
             raise LaunchError(f"decision {line!r} does not start with one of {words}") from None
@@ -160,12 +160,12 @@ def restart_denied_reason(
 
 
 def decide_in_job(
-    died: str, before: Decision | None, *, left: int, time_up: str = "", bad_node: str = ""
+    died: str, before: Decision | None, *, starts_left: int, time_up: str = "", bad_node: str = ""
 ) -> Decision:
     """Return whether to restart the ranks in this job, which goes on, or to stop.
 
     died: how the run failed, and after which step. before: decision about the start before this
-        one. left: number of restarts left in this job. time_up: why the job is too short for a
+        one. starts_left: restarts left in this job. time_up: why the job is too short for a
         restart, or "". bad_node: evidence against the node, or "".
     """
     again = Decision(RequeueDecision.AGAIN, died)
@@ -175,7 +175,7 @@ def decide_in_job(
         why = "the start before died of the same at the same step"
     elif time_up:
         why = time_up
-    elif left < 1:
+    elif starts_left < 1:
         why = "no restart is left (launch.requeue.in_job_restarts, a signal, or a silent node)"
     else:
         return again
@@ -295,7 +295,7 @@ def _facts(
     for wait_s in _WAITS_S:
         sleep(wait_s)  # a busy controller may show an empty answer for a few seconds
         shown = _out(runner, "scontrol", "-o", "show", "job", job)
-        facts = dict(word.split("=", 1) for word in shown.split() if "=" in word)
+        facts = dict(field.split("=", 1) for field in shown.split() if "=" in field)
         if "JobState" in facts:
             return facts
     raise LaunchError(f"scontrol shows no state of job {job}; requeue or submit it by hand")

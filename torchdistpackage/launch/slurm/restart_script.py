@@ -189,7 +189,7 @@ def again(job: BatchJob, start: str) -> str:
     """
     margin_s, mode = job.config.launch.requeue.margin_s, job.config.launch.requeue.mode
     ask, end = verdict(job, "_tdp_own", f' "$_tdp_left" {margin_s:g}')
-    functions, asked, lost = f"{_COMMON}\n{_ALL}", '[ "$_tdp_left" -gt 0 ]', ""
+    functions, should_ask, lost = f"{_COMMON}\n{_ALL}", '[ "$_tdp_left" -gt 0 ]', ""
     decision = '"$_tdp_run/job/decision.$_tdp_own"'
     if mode == "never":
         give_up = f"rm -f {decision}\n_tdp_word="
@@ -202,11 +202,11 @@ exit "$_tdp_status"
         functions = f"{_COMMON}\n{_some(job)}"
         start = f'_tdp_guard "${{_tdp_list[@]}}"\n{start}'
         ask = ask.replace('"$_tdp_ntasks"', '"$_tdp_left_tasks"')
-        asked = '[ "$_tdp_status" -ne 0 ] && [ "$_tdp_told" -eq 0 ]'
+        should_ask = '[ "$_tdp_status" -ne 0 ] && [ "$_tdp_told" -eq 0 ]'
         if mode != "never":
             lost = f"""
 # Slurm requeues any other job that loses a node.
-if {asked} && _tdp_node_lost; then
+if {should_ask} && _tdp_node_lost; then
     _tdp_reason="not again in this job" _tdp_why="{NODE_SILENT}"
     _tdp_say "$_tdp_why"
 {indent(give_up, "    ")}
@@ -219,7 +219,7 @@ export TDP_ATTEMPT="$_tdp_attempt"
 _tdp_left=$(({job.restarts_in_job} - _tdp_attempt))
 if [ "$_tdp_status" -eq 0 ] || [ "$_tdp_told" -ne 0 ]; then _tdp_left=0; fi
 # Both take a while, so at once.
-if {asked}; then _tdp_ask; fi
+if {should_ask}; then _tdp_ask; fi
 {ask}
 _tdp_word='' _tdp_reason=''
 if [ -f {decision} ]; then

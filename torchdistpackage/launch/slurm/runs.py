@@ -417,21 +417,21 @@ def _start(
     last_s: float | None,
 ) -> RunStart:
     values = event.values
-    word, cause, end_s, end_step = UNKNOWN, "", None, None
+    outcome, cause, end_s, end_step = UNKNOWN, "", None, None
     if end is not None:
-        word, cause = str(end.values.get("word", "")), str(end.values.get("reason", ""))
+        outcome, cause = str(end.values.get("word", "")), str(end.values.get("reason", ""))
         end_s, end_step = end.at_s, end.step
     elif attempt is not None and attempt.decision is not None:
-        word, cause = attempt.decision.word.value, attempt.decision.reason
+        outcome, cause = attempt.decision.word.value, attempt.decision.reason
     # what the ranks agreed on at the end of a start outlives a rank that fails on its way out
-    agreed = word in (RequeueDecision.FINISHED, RequeueDecision.STOP)
+    agreed = outcome in (RequeueDecision.FINISHED, RequeueDecision.STOP)
     if attempt is not None and attempt.failures and not agreed:
         first = root_cause(attempt.failures)
-        word, cause = "failed", f"rank {first.rank} on {first.host}: {summary(first)}"
+        outcome, cause = "failed", f"rank {first.rank} on {first.host}: {summary(first)}"
         end_s = first.time_s
-    if word == UNKNOWN and until_s is None and holder_of(files.run_lock):
-        word = RUNNING
-    if end_s is None and word != RUNNING:
+    if outcome == UNKNOWN and until_s is None and holder_of(files.run_lock):
+        outcome = RUNNING
+    if end_s is None and outcome != RUNNING:
         signs = [x for x in (last_s, until_s) if x is not None and x >= event.at_s]
         end_s = min(signs, default=None)
     nodes = attempt.start.nodes if attempt is not None else ""
@@ -442,7 +442,7 @@ def _start(
         step=event.step,
         end_s=end_s,
         end_step=end_step,
-        word=word,
+        word=outcome,
         cause=cause,
         place=nodes or str(values.get("host", "")),
         num_ranks=num_ranks if type(num_ranks) is int and number(num_ranks) else None,

@@ -186,10 +186,10 @@ def _code_below(here: Path, skip: set[Path]) -> Iterator[Path]:
                 yield path
 
 
-def _too_much(here: Path, why: str, what: str) -> LaunchError:
+def _too_much(here: Path, why: str, amount: str) -> LaunchError:
     return LaunchError(
-        f"{why}, and {here} holds {what} of code; submit from the folder of your project, or make "
-        f"it a git repository"
+        f"{why}, and {here} holds {amount} of code; submit from the folder of your project, or "
+        f"make it a git repository"
     )
 
 

@@ -60,8 +60,8 @@ class CacheHeads:
         """Return the slice of the heads of `rank` from keys or values of all heads."""
         if self.key_heads is None:
             return tensor.detach() if self.full_gradients and rank > 0 else tensor
-        mine = torch.tensor(self.key_heads[rank], device=tensor.device)
-        return tensor.index_select(HEAD_DIM, mine)
+        heads = torch.tensor(self.key_heads[rank], device=tensor.device)
+        return tensor.index_select(HEAD_DIM, heads)
 
 
 def filled_places(value: Any, apart: bool) -> list[Place]:
@@ -74,9 +74,9 @@ def filled_places(value: Any, apart: bool) -> list[Place]:
     places: list[Place] = []
     for name in ("layers", "key_cache", "value_cache"):  # the last two until transformers 4.53
         for each in caches_in(value):
-            held = vars(each).get(name)
-            for at, layer in enumerate(held if isinstance(held, list) else ()):
-                places += [(held, at)] if name != "layers" else _places_of_layer(layer, apart)
+            layers = vars(each).get(name)
+            for at, layer in enumerate(layers if isinstance(layers, list) else ()):
+                places += [(layers, at)] if name != "layers" else _places_of_layer(layer, apart)
     return [(at, key) for at, key in places if holds_numbers(at[key])]
 
 
@@ -86,14 +86,14 @@ def caches_in(value: Any) -> list[Any]:
 
 
 def _places_of_layer(layer: Any, apart: bool) -> list[Place]:
-    held = vars(layer)
-    others = [n for n, x in held.items() if n not in ("keys", "values") and holds_numbers(x)]
+    attributes = vars(layer)
+    others = [n for n, x in attributes.items() if n not in ("keys", "values") and holds_numbers(x)]
     if others and apart:
         raise LayoutError(
             f"a {type(layer).__name__} was filled before it came to the split model, and of its "
             f"{', '.join(others)} no part of a shard is known; begin with an empty cache"
         )
-    return [(held, name) for name in ("keys", "values") if name in held]
+    return [(attributes, name) for name in ("keys", "values") if name in attributes]
 
 
 def holds_numbers(value: Any) -> bool:

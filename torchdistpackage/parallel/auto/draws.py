@@ -166,9 +166,9 @@ def _mark(module: nn.Module, everything: bool | None) -> None:
     handle = module.register_forward_hook(_leave, always_call=True)
     # A compiler guards on the id of such a hook, which torch counts over all modules: blocks share
     # a graph only if the ids of their hooks are alike.
-    known = -len(module._forward_hooks_always_called)
+    marked_id = -len(module._forward_hooks_always_called)
     for ids in (module._forward_hooks, module._forward_hooks_always_called):
-        ids[known] = ids.pop(handle.id)
+        ids[marked_id] = ids.pop(handle.id)
 
 
 def _enter(everything: bool | None) -> None:
@@ -240,10 +240,10 @@ def may_draw(module: nn.Module, is_known: bool) -> bool:
 
 def use_draws_of_first(group: Group) -> None:
     """Give all ranks the state of the first one's random generators."""
-    mine = [torch.get_rng_state()]
+    states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
-        mine.append(torch.cuda.get_rng_state())
-    packed: Any = collectives.broadcast_object([s.numpy().tobytes() for s in mine], group)
+        states.append(torch.cuda.get_rng_state())
+    packed: Any = collectives.broadcast_object([s.numpy().tobytes() for s in states], group)
     first = [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in packed]
     torch.set_rng_state(first[0])
     for state in first[1:]:

@@ -66,23 +66,23 @@ class Shard:
 
     def held(self, name: str) -> Tensor:
         path, _, attribute = name.rpartition(".")
-        found: Tensor = getattr(self.module.get_submodule(path), attribute)
-        return found
+        tensor: Tensor = getattr(self.module.get_submodule(path), attribute)
+        return tensor
 
     @torch.no_grad()
     def put(self, name: str, part: Tensor) -> None:
         """Copy `part` into what is called `name`, or make that of it, under all its names."""
-        held = self.held(name)
-        if not held.is_meta:
-            held.copy_(part)
+        current = self.held(name)
+        if not current.is_meta:
+            current.copy_(part)
             return
-        made = torch.empty(part.shape, dtype=held.dtype, device=self.device).copy_(part)
-        if isinstance(held, nn.Parameter):
-            made = nn.Parameter(made, held.requires_grad)
-            self.root.mark_cut(f"{self.root.shard_prefix(self.at)}{name}", made)
+        replacement = torch.empty(part.shape, dtype=current.dtype, device=self.device).copy_(part)
+        if isinstance(current, nn.Parameter):
+            replacement = nn.Parameter(replacement, current.requires_grad)
+            self.root.mark_cut(f"{self.root.shard_prefix(self.at)}{name}", replacement)
         for alias in self.names[name]:
             path, _, attribute = alias.rpartition(".")
-            setattr(self.module.get_submodule(path), attribute, made)
+            setattr(self.module.get_submodule(path), attribute, replacement)
 
 
 def load_entry(shards: Sequence[Shard], entry: OriginalEntry, tensor: Tensor) -> None:
@@ -99,10 +99,10 @@ def files_of(files: AnyPath | Sequence[AnyPath]) -> list[Path]:
     if not isinstance(files, (str, PathLike)):
         return [Path(file) for file in files]
     path = Path(files)
-    found = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not found:
+    paths = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not paths:
         raise LayoutError(f"{path} has no *.safetensors; write them with save_pretrained(folder)")
-    return found
+    return paths
 
 
 def shapes_in(paths: Sequence[Path]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -117,9 +117,9 @@ def check_fit(root: Any, shards: Sequence[Shard], paths: Sequence[Path]) -> None
     """Raises LayoutError, of all tensors at once, before one is loaded."""
     entries = {entry.name: entry for entry in root._original.entries}
     shapes = dict(shapes_in(paths))
-    given = {entries[name].first for name in shapes if name in entries}
+    present = {entries[name].first for name in shapes if name in entries}
     problems = [f"{name} is of no such model" for name in shapes if name not in entries]
-    missing = [e.name for e in entries.values() if e.first not in given and e.name == e.first]
+    missing = [e.name for e in entries.values() if e.first not in present and e.name == e.first]
     problems += [f"{name} is in no file" for name in missing]
     for name, shape in shapes.items():
         if (entry := entries.get(name)) is not None:
@@ -127,12 +127,13 @@ def check_fit(root: Any, shards: Sequence[Shard], paths: Sequence[Path]) -> None
             for shard in shards:
                 wanted = tuple(shard.held(entry.in_shard).shape)
                 try:
-                    found: Any = tuple(part_of(entry, outline, shard.rank).shape)
+                    part_shape: Any = tuple(part_of(entry, outline, shard.rank).shape)
                 except (RuntimeError, IndexError, LayoutError) as error:
-                    found = error
-                if found != wanted:
+                    part_shape = error
+                if part_shape != wanted:
                     problems.append(
-                        f"{name} of shape {shape} gives shard {shard.rank} {found}, not {wanted}"
+                        f"{name} of shape {shape} gives shard {shard.rank} {part_shape}, not "
+                        f"{wanted}"
                     )
     if problems:
         raise LayoutError(
@@ -144,9 +145,9 @@ def check_fit(root: Any, shards: Sequence[Shard], paths: Sequence[Path]) -> None
 
 def check_none_is_meta(root: nn.Module) -> None:
     tensors = [*root.named_parameters(), *root.named_buffers()]
-    if left := [name for name, tensor in tensors if tensor.is_meta]:
+    if missing := [name for name, tensor in tensors if tensor.is_meta]:
         raise LayoutError(
-            f"{', '.join(left[:3])} and {len(left) - 1} more are in no file, as buffers that are "
-            f"not saved, and on the meta device; build the model under "
+            f"{', '.join(missing[:3])} and {len(missing) - 1} more are in no file, as buffers that "
+            f"are not saved, and on the meta device; build the model under "
             f"accelerate.init_empty_weights(), which leaves buffers alone"
         )

@@ -23,13 +23,13 @@ def once_each(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     It is for one walk through structures, which keep the objects alive.
     """
-    made: dict[tuple[int, ...], Any] = {}
+    results: dict[tuple[int, ...], Any] = {}
 
     def call(*values: Any) -> Any:
         key = tuple(map(id, values))
-        if key not in made:
-            made[key] = fn(*values)
-        return made[key]
+        if key not in results:
+            results[key] = fn(*values)
+        return results[key]
 
     return call
 
@@ -40,12 +40,12 @@ def find_tied_weight_aliases(
     prefix: str | None = None,
 ) -> dict[int, list[str]]:
     """id of each parameter and buffer -> all names under which `module` has it, in order."""
-    found: dict[int, list[str]] = {} if destination is None else destination
+    names_by_id: dict[int, list[str]] = {} if destination is None else destination
     prefix = prefix or ""
     for name, tensor in chain(module._parameters.items(), module._buffers.items()):
         if tensor is not None:
-            found.setdefault(id(tensor), []).append(prefix + name)
+            names_by_id.setdefault(id(tensor), []).append(prefix + name)
     for name, child in module._modules.items():
         if child is not None:
-            find_tied_weight_aliases(child, found, f"{prefix}{name}.")
-    return found
+            find_tied_weight_aliases(child, names_by_id, f"{prefix}{name}.")
+    return names_by_id

@@ -95,7 +95,7 @@ def forward_traffic(
 
     It is called once, in evaluation, so that it stays as it is.
     """
-    found: dict[str, Traffic] = {}
+    by_module: dict[str, Traffic] = {}
     handles = []
 
     def watch(name: str, actions: Mapping[Any, Any]) -> Any:
@@ -104,7 +104,7 @@ def forward_traffic(
                 value = at(output, target)
                 kind = action.split()[0] if isinstance(action, str) else ""
                 if isinstance(value, Tensor) and kind in SENT:
-                    found.setdefault(name, Traffic({}, {})).add(kind, size_bytes(value))
+                    by_module.setdefault(name, Traffic({}, {})).add(kind, size_bytes(value))
 
         return hook
 
@@ -118,7 +118,7 @@ def forward_traffic(
             part.training = training
         for handle in handles:
             handle.remove()
-    return found
+    return by_module
 
 
 def at(output: Any, target: Any) -> Any:

@@ -67,10 +67,10 @@ class PretrainedCalls:
         """
         root = self.split_root
         group = root._group
-        given = kwargs.get("state_dict") is not None
-        if group is None or (given and root.preserve_shards_when_saving):
+        has_state_dict = kwargs.get("state_dict") is not None
+        if group is None or (has_state_dict and root.preserve_shards_when_saving):
             return super().save_pretrained(save_directory, *args, **kwargs)
-        if not given:
+        if not has_state_dict:
             kwargs["state_dict"] = self.state_dict()
         result = None
         if group.rank() == 0:

@@ -66,28 +66,28 @@ def original_state_dict(model: Any, *args: Any, **kwargs: Any) -> dict[str, Tens
     """
     prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
     destination = kwargs.get("destination", args[0] if args else None)
-    found: Any = OrderedDict() if destination is None else destination
+    state_dict: Any = OrderedDict() if destination is None else destination
     if not hasattr(model, "_original"):
         inner = model.module_shards[0].state_dict(prefix=prefix)
-        found.update(inner)
-        found._metadata = getattr(inner, "_metadata", None)
-        return found
+        state_dict.update(inner)
+        state_dict._metadata = getattr(inner, "_metadata", None)
+        return state_dict
     original: Original = model._original
     if model._group is not None:
         expect_all("state_dict() inside save_tensor_parallel()", model._group)
-    made: dict[str, Tensor] = {}
+    joined: dict[str, Tensor] = {}
     parts = PartsOf(model)
     for entry in original.entries:
-        if entry.first not in made:
-            made[entry.first] = parts.joined(entry)
-        found[prefix + entry.name] = made[entry.first]
+        if entry.first not in joined:
+            joined[entry.first] = parts.joined(entry)
+        state_dict[prefix + entry.name] = joined[entry.first]
     if original.metadata is not None:
         metadata = OrderedDict((prefix + k, v) for k, v in original.metadata.items())
-        if hasattr(found, "_metadata"):
-            found._metadata.update(metadata)
+        if hasattr(state_dict, "_metadata"):
+            state_dict._metadata.update(metadata)
         elif destination is None:
-            found._metadata = metadata
-    return found
+            state_dict._metadata = metadata
+    return state_dict
 
 
 class PartsOf:
@@ -102,10 +102,10 @@ class PartsOf:
         name = entry.in_shard
         if name in self.full:
             return self._undone(entry, [self.full[name]] * len(self.shards))
-        mine = [tensors[name].detach() for tensors in self.shards]
+        shards = [tensors[name].detach() for tensors in self.shards]
         if self.group is None or entry.action is None:
-            return self._undone(entry, mine)
-        return self._undone(entry, gathered(mine[0], self.group))
+            return self._undone(entry, shards)
+        return self._undone(entry, gathered(shards[0], self.group))
 
     @staticmethod
     def _undone(entry: OriginalEntry, parts: list[Tensor]) -> Tensor:

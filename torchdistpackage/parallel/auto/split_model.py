@@ -231,11 +231,11 @@ class LayoutPart:
 
     def undo(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the whole tensor."""
-        whole = tensors[0].new_empty(self.layout.shape, device="cpu")
+        full = tensors[0].new_empty(self.layout.shape, device="cpu")
         for rank, part in enumerate(tensors):
             for where, inside in blocks(self.layout, self.mesh, rank):
-                whole[where] = part[inside].cpu()
-        return whole
+                full[where] = part[inside].cpu()
+        return full
 
 
 def become_split(
@@ -249,10 +249,10 @@ def become_split(
     """Make of `twin`, this rank's copy of `module`, a split module of the class `calls`."""
     twin._apply(lambda x: x if x.is_meta else x.to(device))
     twin.__class__ = split_class(calls, type(module))
-    made: Any = twin
-    made.devices = (device,)
-    made._begin(split, group, module)
-    return made  # type: ignore[no-any-return]
+    root: Any = twin
+    root.devices = (device,)
+    root._begin(split, group, module)
+    return root  # type: ignore[no-any-return]
 
 
 @cache
@@ -262,8 +262,8 @@ def split_class(calls: type[SplitModel], kind: type[nn.Module]) -> type[nn.Modul
 
 
 def _new_split(calls: type[SplitModel], kind: type[nn.Module]) -> nn.Module:
-    made = split_class(calls, kind)
-    return made.__new__(made)
+    split_kind = split_class(calls, kind)
+    return split_kind.__new__(split_kind)
 
 
 def part_of(split: ModelSplit, names: Sequence[str], num: int) -> LayoutPart | None:

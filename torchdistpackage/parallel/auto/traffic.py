@@ -75,11 +75,11 @@ def counted_forward(group: Group) -> Iterator[None]:
 def uncounted() -> Iterator[None]:
     """Forwards inside are not counted."""
     global counts
-    held, counts = counts, None
+    saved, counts = counts, None
     try:
         yield
     finally:
-        counts = held
+        counts = saved
 
 
 _rank = 0

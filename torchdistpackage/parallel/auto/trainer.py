@@ -48,16 +48,16 @@ def prepare_trainer(trainer: Any) -> Any:
             bare_optimizer(trainer).finish()  # stage 3 has freed what is saved
         with save_tensor_parallel(model):
             state = model.state_dict()
-        mine: Exception | None = None
+        own_error: Exception | None = None
         try:
             if args.should_save:
                 trainer._save(output_dir, state_dict=state)
         except Exception as error:
-            mine = error
-        for failure in gather_objects(None if mine is None else repr(mine), group):
+            own_error = error
+        for failure in gather_objects(None if own_error is None else repr(own_error), group):
             if failure is not None:
                 folder = output_dir or args.output_dir
-                raise CheckpointError(f"{folder} cannot be written: {failure}") from mine
+                raise CheckpointError(f"{folder} cannot be written: {failure}") from own_error
 
     trainer.save_model = save_model
     return trainer
@@ -73,34 +73,36 @@ def problems_of(trainer: Any) -> list[str]:
         ]
     if not tpc.is_set:
         return ["tpc is not set up; call tpc.setup_process_groups([('data', n), ('tensor', m)])"]
-    found = []
+    problems = []
     if ranks_of(group) != tuple(tpc.get_ranks_in_group("tensor")):
-        found.append(
+        problems.append(
             f"the model is split over ranks {ranks_of(group)}, tpc's tensor group is "
             f"{tuple(tpc.get_ranks_in_group('tensor'))}; leave out group= in tensor_parallel"
         )
     num_ranks = group.size() * tpc.get_group_size("data")
     if trainer.accelerator.num_processes != num_ranks:
-        found.append(
+        problems.append(
             f"accelerate knows of {trainer.accelerator.num_processes} processes, and data x tensor "
             f"has {num_ranks} ranks; start it by torchrun, or set RANK, LOCAL_RANK and WORLD_SIZE"
         )
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        found.append("DeepSpeed or FSDP is on; set trainer.optimizer to a ZeroOptimizer")
+        problems.append("DeepSpeed or FSDP is on; set trainer.optimizer to a ZeroOptimizer")
     if args.fp16:
-        found.append("fp16=True scales by what each rank sees of the gradients; use bf16=True")
+        problems.append("fp16=True scales by what each rank sees of the gradients; use bf16=True")
     if args.save_strategy != "no" and not args.save_only_model:
-        found.append(
+        problems.append(
             "the Trainer saves the first rank's part of the optimizer's state alone; pass "
             "save_only_model=True, and keep that state in checkpoints of this package"
         )
     if args.load_best_model_at_end:
-        found.append("load_best_model_at_end loads whole weights into shards; load them afterwards")
+        problems.append(
+            "load_best_model_at_end loads whole weights into shards; load them afterwards"
+        )
     if args.eval_use_gather_object:
-        found.append("eval_use_gather_object=True gathers over shards too; return tensors")
+        problems.append("eval_use_gather_object=True gathers over shards too; return tensors")
     if trainer.accelerator.dispatch_batches:
-        found.append("dispatch_batches=True sends each process other samples; leave it out")
-    return found
+        problems.append("dispatch_batches=True sends each process other samples; leave it out")
+    return problems
 
 
 def is_zero(trainer: Any) -> bool:
@@ -184,5 +186,5 @@ class ShardedAcceleration:
 
 
 def joined_over_data(tensor: Tensor) -> Tensor:
-    mine = (tensor if tensor.dim() else tensor[None]).detach().contiguous()
-    return collectives.all_gather(mine, 0, tpc.get_group("data"))
+    rows = (tensor if tensor.dim() else tensor[None]).detach().contiguous()
+    return collectives.all_gather(rows, 0, tpc.get_group("data"))

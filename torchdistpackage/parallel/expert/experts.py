@@ -127,14 +127,14 @@ class Experts(Marked):
         entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         parameters, layouts = dict(self.named_parameters()), self.layouts()
         own_parts = _one_by_one(parameters, self.first)
-        fused = {own: entries[name] for own in parameters if (name := _fused_name(own)) in entries}
-        for own, full in fused.items():
-            if tuple(full.shape) == layouts[own].shape:
-                copy_part(parameters[own], full, layouts[own], self._mesh, self._place)
+        fused = {key: entries[name] for key in parameters if (name := _fused_name(key)) in entries}
+        for key, full in fused.items():
+            if tuple(full.shape) == layouts[key].shape:
+                copy_part(parameters[key], full, layouts[key], self._mesh, self._place)
             else:
-                error_msgs.append(_misfit(prefix + _fused_name(own), full, layouts[own].shape))
-        for name, (part, own) in own_parts.items():
-            if own in fused:
+                error_msgs.append(_misfit(prefix + _fused_name(key), full, layouts[key].shape))
+        for name, (part, key) in own_parts.items():
+            if key in fused:
                 continue
             if name not in entries:
                 missing_keys.append(prefix + name)
@@ -143,10 +143,10 @@ class Experts(Marked):
             else:
                 part.copy_(cut)
         kinds = {name.partition(".")[2] for name in own_parts}
-        known = {f"{e}.{kind}" for e in range(self.shape.num_experts) for kind in kinds}
-        known |= {_fused_name(own) for own in fused}
+        accepted = {f"{e}.{kind}" for e in range(self.shape.num_experts) for kind in kinds}
+        accepted |= {_fused_name(key) for key in fused}
         if strict:
-            unexpected_keys += [prefix + name for name in entries if name not in known]
+            unexpected_keys += [prefix + name for name in entries if name not in accepted]
 
     def _cut_of(self, full: Tensor, part: Tensor) -> Tensor | None:
         """Return the channels of `full`, a matrix of one expert, that `part` holds; None: a
@@ -174,21 +174,21 @@ class Experts(Marked):
         """
         for group in (self._groups.tensor, self._groups.expert):
             expect_all("MoELayer.to_full()", group)
-        whole = {name: self._gathered(name) for name, _ in self.named_parameters()}
+        tensors = {name: self._gathered(name) for name, _ in self.named_parameters()}
         if fused:
-            return {_fused_name(name): x for name, x in whole.items()}
-        return {name: part.clone() for name, (part, _) in _one_by_one(whole, 0).items()}
+            return {_fused_name(name): x for name, x in tensors.items()}
+        return {name: part.clone() for name, (part, _) in _one_by_one(tensors, 0).items()}
 
     @torch.no_grad()
     def _gathered(self, name: str) -> Tensor:
         """Return the whole parameter of this name, summed from the parts of all ranks."""
         layout, x = self.layouts()[name], getattr(self, name).detach()
-        whole = x.new_zeros(layout.shape)
+        full = x.new_zeros(layout.shape)
         for target, local in blocks(layout, self._mesh, self._place):
-            whole[target] = x[local]
+            full[target] = x[local]
         if self.axis in layout.split_axes:
-            primitives.all_reduce(whole, self._groups.tensor)
-        return primitives.all_reduce(whole, self._groups.expert)
+            primitives.all_reduce(full, self._groups.tensor)
+        return primitives.all_reduce(full, self._groups.expert)
 
 
 def _one_by_one(named: Mapping[str, Tensor], first: int) -> dict[str, tuple[Tensor, str]]:
@@ -207,10 +207,10 @@ def _one_by_one(named: Mapping[str, Tensor], first: int) -> dict[str, tuple[Tens
     return parts
 
 
-def _fused_name(own: str) -> str:
+def _fused_name(name: str) -> str:
     """Return the name that transformers gives this parameter."""
-    stem = own.removesuffix("_bias")
-    return FUSED[stem] + own.removeprefix(stem)
+    stem = name.removesuffix("_bias")
+    return FUSED[stem] + name.removeprefix(stem)
 
 
 def _misfit(name: str, full: Tensor, shape: Sequence[int]) -> str:

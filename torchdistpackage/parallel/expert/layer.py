@@ -147,15 +147,15 @@ class MoELayer(Marked):
             DataError: the router's scores are NaN, here or on another rank of the group.
         """
         tensor, expert = self.groups.tensor, self.groups.expert
-        whole = collectives.gather(x, 0, tensor) if self.sequence_parallel else x
-        routing = self.router(whole)
+        inputs = collectives.gather(x, 0, tensor) if self.sequence_parallel else x
+        routing = self.router(inputs)
         self._last.loss = routing.weights.new_zeros(()) if routing.loss is None else routing.loss
         # each tensor rank gets a partial gradient from its channels: `copy` sums them
-        tokens = collectives.copy(whole, tensor)
+        tokens = collectives.copy(inputs, tensor)
         weights = collectives.copy(routing.weights, tensor)
         pending = PendingDispatch(
             routing.experts,
-            self._kept(routing.experts, whole.shape),
+            self._kept(routing.experts, inputs.shape),
             routing.bad,
             bounds(self.shape.num_experts, expert.size()),
             expert,
@@ -168,7 +168,7 @@ class MoELayer(Marked):
             shared = self._shared(x)
         plan, bad = pending.plan()
         if bad and self.check_nan:
-            self._refuse_nan(whole, bad)
+            self._refuse_nan(inputs, bad)
         if exchange is not None:
             exchange.begin(plan.sent, plan.received)
         else:
@@ -176,13 +176,13 @@ class MoELayer(Marked):
             # the shared expert computes while the tokens travel
             shared = None if self.shared is None else self._shared(x)
         rows = self.experts(exchange.wait(), plan)
-        y = plan.combine(plan.send_back(rows), weights).view(whole.shape)
+        y = plan.combine(plan.send_back(rows), weights).view(inputs.shape)
         is_split = self.sequence_parallel
         y = collectives.reduce_scatter(y, 0, tensor) if is_split else collectives.reduce(y, tensor)
         if shared is not None:
             y = y + shared
         if self.attach_loss and routing.loss is not None:
-            y = _AttachLoss.apply(y, routing.loss * (whole.shape[0] * whole.shape[1]))
+            y = _AttachLoss.apply(y, routing.loss * (inputs.shape[0] * inputs.shape[1]))
         return y
 
     def _shared(self, x: Tensor) -> Tensor:
@@ -228,13 +228,13 @@ class MoELayer(Marked):
         rest = {k: v for k, v in state.items() if not k.startswith("experts.")}
         for path, part in self.named_children():
             if part is not self.experts:
-                mine = {
+                of_part = {
                     k.removeprefix(f"{path}."): v
                     for k, v in rest.items()
                     if k.startswith(path + ".")
                 }
-                part.from_full(mine) if isinstance(part, ParallelMlp) else part.load_state_dict(
-                    mine
+                part.from_full(of_part) if isinstance(part, ParallelMlp) else part.load_state_dict(
+                    of_part
                 )
         return self
 
@@ -244,14 +244,14 @@ class MoELayer(Marked):
 
         fused: experts as transformers has them. All ranks of the groups call it.
         """
-        whole = {f"experts.{name}": x for name, x in self.experts.to_full(fused).items()}
+        tensors = {f"experts.{name}": x for name, x in self.experts.to_full(fused).items()}
         if self.shared is not None:
-            whole |= {f"shared.{name}": x for name, x in self.shared.to_full().items()}
+            tensors |= {f"shared.{name}": x for name, x in self.shared.to_full().items()}
         for path in ("router", "shared_gate"):
             if (part := getattr(self, path)) is not None:
                 named = part.named_parameters()
-                whole |= {f"{path}.{name}": x.detach().clone() for name, x in named}
-        return whole
+                tensors |= {f"{path}.{name}": x.detach().clone() for name, x in named}
+        return tensors
 
     def extra_repr(self) -> str:
         shape = self.shape

@@ -34,7 +34,7 @@ def reference_layer(
     counts = x.new_zeros(x.shape[1], shape.num_experts)
     places = capacity_of(shape, x.shape[0])
     for b in range(x.shape[1]):
-        taken = [0] * shape.num_experts
+        num_taken = [0] * shape.num_experts
         for s in range(x.shape[0]):
             chosen = _best(chosen_by[s, b].tolist(), shape)
             weight = scores[s, b, chosen]
@@ -42,8 +42,8 @@ def reference_layer(
                 weight = weight / weight.sum()
             for e, w in zip(chosen, weight * shape.route_scale, strict=True):
                 counts[b, e] += 1
-                taken[e] += 1
-                if taken[e] <= places:
+                num_taken[e] += 1
+                if num_taken[e] <= places:
                     y[s, b] += w * _expert(x[s, b], e, weights, shape, activation)
     if shape.has_balance_loss:
         busy = counts / (x.shape[0] * shape.top_k)

@@ -86,8 +86,8 @@ class TopKRouter(nn.Module):
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         """Load the weight; a state that the saved layer did not have starts at zero."""
         key = prefix + self.shape.balancing.state
-        if (own := self.balance_state) is not None and key not in state_dict:
-            state_dict = {**state_dict, key: torch.zeros_like(own)}
+        if (state := self.balance_state) is not None and key not in state_dict:
+            state_dict = {**state_dict, key: torch.zeros_like(state)}
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: Tensor) -> Routing:

@@ -55,15 +55,15 @@ def experts_layouts(shape: MoEShape, dim: int, axis: str = "tensor") -> Layouts:
             uneven=True,
         )
 
-    found = {
+    by_name = {
         first: layout(first, (width, dim), ((axis,), ()), ((), parts, ())),
         "down": layout("down", (dim, hidden), ((), (axis,))),
     }
     if shape.bias:
         name = f"{first}_bias"
-        found[name] = layout(name, (width,), ((axis,),), ((), parts))
-        found["down_bias"] = layout("down_bias", (dim,), ((),))
-    return found
+        by_name[name] = layout(name, (width,), ((axis,),), ((), parts))
+        by_name["down_bias"] = layout("down_bias", (dim,), ((),))
+    return by_name
 
 
 def numbers(

@@ -43,14 +43,14 @@ class StepAgreement:
     def __init__(
         self,
         group: Group,
-        what: str,
+        call_name: str,
         num_samples: int,
         problem: str = "",
         note: tuple[int, int] = (0, 0),
     ):
-        self._group, self._what, self._problem = on_cpu(group), what, problem
+        self._group, self._what, self._problem = on_cpu(group), call_name, problem
         self.notes: list[tuple[int, int]] = []
-        row = torch.tensor(((crc32(what.encode()), num_samples, bool(problem), *note),))
+        row = torch.tensor(((crc32(call_name.encode()), num_samples, bool(problem), *note),))
         self._rows = primitives.all_gather(row, self._group, async_op=True)
 
     def settle(self) -> int:

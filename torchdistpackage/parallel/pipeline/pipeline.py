@@ -298,7 +298,9 @@ class Pipeline:
             problem = f"{num_microbatches!r} microbatches; use a whole number of 1 or more"
             num_microbatches = None
         parts = [(key, x) for key, x in inputs.items() if key not in self._whole]
-        what = name if num_microbatches is None else f"{name} of {num_microbatches} microbatches"
+        call_name = (
+            name if num_microbatches is None else f"{name} of {num_microbatches} microbatches"
+        )
         samples, differing = samples_in((("arguments", args), ("targets", targets), *parts))
         problem = problem or differing
         if not self._check:
@@ -307,7 +309,7 @@ class Pipeline:
             return StepInputs(
                 args, inputs, self._sizes(name, samples, num_microbatches), self._whole
             )
-        agreement = StepAgreement(self._group, what, samples, problem)
+        agreement = StepAgreement(self._group, call_name, samples, problem)
         settle = lambda: self._sizes(name, agreement.settle(), num_microbatches)  # noqa: E731
         first = self._first_sizes
         if name == "step" and first is not None and samples in (0, sum(first)) and not problem:

@@ -211,7 +211,7 @@ def agree_on_stages(
             f"microbatches ({crc32(str(schedule).encode()):08x})"
         )
         modules = _numbered(stages, schedule, group.rank())
-        names = {what: listed(what, names_given) for what, names_given in lists.items()}
+        names = {option: listed(option, names_given) for option, names_given in lists.items()}
         skips = names["skips"]
         if loss is not None and not callable(loss):
             raise ScheduleError(f"loss is {loss!r}; give a function of output and targets, or None")
@@ -243,14 +243,14 @@ def agree_on_stages(
     return schedule, OwnedStages(modules, calls, signatures, tuple(skips), torch.device(device))
 
 
-def listed(what: str, names: Sequence[str]) -> tuple[str, ...]:
+def listed(option: str, names: Sequence[str]) -> tuple[str, ...]:
     """Return `names` as a tuple; refuse a str, whose letters would count as names.
 
     Raises:
         ScheduleError: `names` is a str or not iterable.
     """
     if isinstance(names, str) or not isinstance(names, Iterable):
-        raise ScheduleError(f"{what} is {names!r}; give a list of names: [{str(names)!r}]")
+        raise ScheduleError(f"{option} is {names!r}; give a list of names: [{str(names)!r}]")
     return tuple(names)
 
 

@@ -108,8 +108,8 @@ def copy_part(target: Tensor, full: Tensor, layout: Layout, mesh: Mesh, rank: in
             f"{layout.name}: the whole tensor has shape {tuple(full.shape)}, "
             f"but the layer was made for {layout.shape}; give one of that shape"
         )
-    for whole, local in blocks(layout, mesh, rank):
-        target[local].copy_(full[whole])
+    for region, local in blocks(layout, mesh, rank):
+        target[local].copy_(full[region])
 
 
 def _place(parameter: Tensor, layout: Layout) -> tuple[Mesh, int, Group | None]:

@@ -187,13 +187,13 @@ class SoftmaxRows:
         return SoftmaxRows(self.highest[at], self.total[at])
 
 
-def join(found: Tensor, terms: LossTerms, targets: LossTargets) -> tuple[Tensor, SoftmaxRows]:
+def join(stats: Tensor, terms: LossTerms, targets: LossTargets) -> tuple[Tensor, SoftmaxRows]:
     """Losses (N,) from what each rank saw of its own columns."""
-    own_highest, own_total, hit, smooth = found
+    own_highest, own_total, hit, smooth = stats
     highest = own_highest.clone()
     all_reduce(highest, terms.group, MAX)
 
-    sums = found.new_zeros((3 if terms.smoothing else 2, found.shape[1]))
+    sums = stats.new_zeros((3 if terms.smoothing else 2, stats.shape[1]))
     torch.mul(own_total, (own_highest - highest).exp_(), out=sums[0])
     sums[1] = (hit - highest).masked_fill_(~targets.mine, 0)
     if terms.smoothing and terms.width:

@@ -78,9 +78,9 @@ class Marked(FullTensors, nn.Module):
         return collectives.copy(parameter, self.group)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        taken, _, suffix = name.rpartition("_")
-        if suffix == "orig" or (suffix in ("g", "v") and taken not in self._parameters):
-            self._refuse_parametrization(taken)
+        base_name, _, suffix = name.rpartition("_")
+        if suffix == "orig" or (suffix in ("g", "v") and base_name not in self._parameters):
+            self._refuse_parametrization(base_name)
         super().register_parameter(name, param)
         if self._is_marked:
             self.mark()

@@ -159,15 +159,15 @@ class _LayerSwap:
         behind = self.modules[path] if self._is_adapted(path) else column
         behind.register_forward_hook(_Joined(self.group, tuple(sizes)))
 
-    def shard(self, whole: nn.Parameter, layout: Layout) -> nn.Parameter:
+    def shard(self, full: nn.Parameter, layout: Layout) -> nn.Parameter:
         """This rank's part of a parameter, once for all of its names."""
-        if whole not in self._shards:
+        if full not in self._shards:
             shape = local_shape(layout, self.mesh, self.group.rank())
-            part = torch.empty(shape, dtype=whole.dtype, device=whole.device)
-            if not whole.is_meta:
-                copy_part(part, whole, layout, self.mesh, self.group.rank())
-            self._shards[whole] = nn.Parameter(part, whole.requires_grad)
-        return self._shards[whole]
+            part = torch.empty(shape, dtype=full.dtype, device=full.device)
+            if not full.is_meta:
+                copy_part(part, full, layout, self.mesh, self.group.rank())
+            self._shards[full] = nn.Parameter(part, full.requires_grad)
+        return self._shards[full]
 
 
 # -- hooks ----------------------------------------------------------------------------------------

@@ -59,9 +59,9 @@ def traced_linear_losses(
     return reduced(_joined(statistics, terms, targets), targets, reduction)
 
 
-def _joined(found: Tensor, terms: LossTerms, targets: LossTargets) -> Tensor:
+def _joined(stats: Tensor, terms: LossTerms, targets: LossTargets) -> Tensor:
     """Losses (N,), as `loss_terms.join` has them."""
-    own_highest, own_total, hit, smooth = found.unbind(0)
+    own_highest, own_total, hit, smooth = stats.unbind(0)
     own_highest = own_highest.detach()
     highest = apply(_Largest(terms.group), own_highest)
     seen = [
@@ -133,7 +133,7 @@ def _(x, weight, column, mine, kept, own_weights, smooths, num_tokens):
 @torch.library.custom_op("torchdistpackage::linear_look_backward", mutates_args=())
 def _look_backward(
     grad: Tensor,
-    found: Tensor,
+    stats: Tensor,
     x: Tensor,
     weight: Tensor,
     column: Tensor,
@@ -144,14 +144,14 @@ def _look_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight from that of what was found, but for the maxima."""
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-    grad_weight = torch.zeros(weight.shape, dtype=found.dtype, device=weight.device)
+    grad_weight = torch.zeros(weight.shape, dtype=stats.dtype, device=weight.device)
     of_hit = grad[2].masked_fill(~mine, 0)
     with torch.autocast(x.device.type, enabled=False):
         for start in range(0, len(x), num_tokens):
             at = slice(start, start + num_tokens)
-            part = (x[at] @ weight.t()).to(found.dtype)
+            part = (x[at] @ weight.t()).to(stats.dtype)
             if part.shape[-1]:
-                part.sub_(found[0, at].unsqueeze(-1)).exp_().mul_(grad[1, at].unsqueeze(-1))
+                part.sub_(stats[0, at].unsqueeze(-1)).exp_().mul_(grad[1, at].unsqueeze(-1))
                 part.scatter_add_(-1, column[at].unsqueeze(-1), of_hit[at].unsqueeze(-1))
             if smooths:
                 part += grad[3, at].unsqueeze(-1) * (1 if own_weights is None else own_weights)

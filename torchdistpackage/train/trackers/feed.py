@@ -51,9 +51,9 @@ class TrackerFeed:
         self._thread = threading.Thread(target=self._serve, name=f"tdp-{name}", daemon=True)
         self._thread.start()
 
-    def finish(self, word: str) -> None:
+    def finish(self, outcome: str) -> None:
         """Hand over what is left, and end; does not wait."""
-        self._word = word
+        self._word = outcome
         self._end.set()
 
     def join(self, until_s: float) -> None:
@@ -164,14 +164,14 @@ class Trackers(Callback):
         names = [x for x in self._names if x != "mlflow" or not at_server]
         loop.artifacts += tuple(f"{FOLDERS[name]}/" for name in names)
 
-    def close(self, word: str) -> list[str]:
+    def close(self, outcome: str) -> list[str]:
         """End them all, with the pictures of the run; what is to be said of it."""
-        return self._finish(word, _END_S)
+        return self._finish(outcome, _END_S)
 
-    def _finish(self, word: str, wait_s: float) -> list[str]:
+    def _finish(self, outcome: str, wait_s: float) -> list[str]:
         until_s = time.monotonic() + wait_s
         for feed in self._feeds:
-            feed.finish(word)
+            feed.finish(outcome)
         for feed in self._feeds:
             feed.join(until_s)
         return [line for feed in self._feeds for line in feed.said]

@@ -80,8 +80,8 @@ class MLflowTracker:
     def add_picture(self, path: Path, step: int) -> None:
         self._client.log_artifact(self._id, str(path))
 
-    def close(self, word: str) -> None:
-        status = {"finished": "FINISHED", "failed": "FAILED"}.get(word, "SCHEDULED")
+    def close(self, outcome: str) -> None:
+        status = {"finished": "FINISHED", "failed": "FAILED"}.get(outcome, "SCHEDULED")
         self._client.set_terminated(self._id, status)
 
     @property

@@ -68,7 +68,7 @@ class TensorBoardTracker:
         summary = Summary(value=[Summary.Value(tag=path.stem, image=image)])
         self._writer._get_file_writer().add_summary(summary, step)
 
-    def close(self, word: str) -> None:
+    def close(self, outcome: str) -> None:
         self._writer.close()
 
     @property

@@ -51,8 +51,8 @@ class Tracker(Protocol):
         """Hand over a PNG or SVG file, where the service can show it."""
         ...
 
-    def close(self, word: str) -> None:
-        """End this start. word: that of its end, as in events.jsonl; "failed" without one."""
+    def close(self, outcome: str) -> None:
+        """End this start. outcome: the word of its end in events.jsonl; "failed" if it has none."""
         ...
 
     @property

@@ -73,8 +73,8 @@ class WandbTracker:
         shown = wandb.Html(path.read_text("utf-8")) if is_svg else wandb.Image(str(path))
         self._run.log({"step": step, path.stem: shown})
 
-    def close(self, word: str) -> None:
-        self._run.finish(exit_code=1 if word == "failed" else 0)
+    def close(self, outcome: str) -> None:
+        self._run.finish(exit_code=1 if outcome == "failed" else 0)
 
     @property
     def place(self) -> str:

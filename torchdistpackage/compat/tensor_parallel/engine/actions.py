@@ -194,9 +194,9 @@ class TakeChunks(StateAction):
     def __init__(self, dim: int, chunk_size: int, chunks: Sequence[Sequence[int]]):
         self.dim, self.chunk_size = dim, chunk_size
         self.chunks = tuple(map(tuple, chunks))
-        self.num_chunks = max(max(mine, default=-1) for mine in self.chunks) + 1
-        held = [chunk for mine in self.chunks for chunk in mine]
-        self.is_shared = len(held) != len(set(held))
+        self.num_chunks = max(max(of_rank, default=-1) for of_rank in self.chunks) + 1
+        all_chunks = [chunk for of_rank in self.chunks for chunk in of_rank]
+        self.is_shared = len(all_chunks) != len(set(all_chunks))
 
     def num_parts(self) -> int | None:
         return len(self.chunks)

@@ -24,14 +24,14 @@ def changed_weight(
         full = parts.full.get(entry.in_shard)
         for at, shard in enumerate(parts.shards):
             rank = at if split._group is None else split._group.rank()
-            held = shard.get(entry.in_shard) if full is None else full
+            current = shard.get(entry.in_shard) if full is None else full
             action: PartOfTensor | None = entry.action if full is None else None
             part = source if action is None else action(source, rank=rank)
-            if held is None or held.is_floating_point() != part.is_floating_point():
+            if current is None or current.is_floating_point() != part.is_floating_point():
                 return str(entry.name)
-            if casts.setdefault(part.dtype, held.dtype) != held.dtype:
+            if casts.setdefault(part.dtype, current.dtype) != current.dtype:
                 return str(entry.name)
-            if not equal(held, part.to(held.dtype)):
+            if not equal(current, part.to(current.dtype)):
                 return str(entry.name)
     return None
 

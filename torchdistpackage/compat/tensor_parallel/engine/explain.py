@@ -64,8 +64,8 @@ def explained_rules(
     outputs: dict[str, dict[Any, Any]] = {}
     for names in modules_by_names(module).values():
         for name in names:
-            if found := find_matching_actions("output", name, config.output_rules):
-                outputs.setdefault(names[0], {}).update(found)
+            if matched := find_matching_actions("output", name, config.output_rules):
+                outputs.setdefault(names[0], {}).update(matched)
     return PlanTable(tuple(rows), {}, kept), outputs
 
 

@@ -65,8 +65,8 @@ def parallelize_module(
     def split(config: Config | None) -> nn.Module:
         return make(module, group, config, devices=devices, delay_init=delay_init)
 
-    how = {"explain": explain, "verify": verify, "example": example}
-    return split_module(module, group.size(), devices, config, split, **how)
+    options = {"explain": explain, "verify": verify, "example": example}
+    return split_module(module, group.size(), devices, config, split, **options)
 
 
 def split_module(
@@ -98,27 +98,27 @@ def split_module(
         config, kept = rules.config(), rules.kept
     if isinstance(example, Tensor):
         example = (example,)
-    given: Any = ((), example) if isinstance(example, dict) else (example, {})
+    arguments: Any = ((), example) if isinstance(example, dict) else (example, {})
     why_not = why_not_compared(module, devices, by_rules, verify)
     if num < 2:
         why_not = "it is not split"
     table = None
     if explain:
-        table = tabulate(module, max(num, 1), config, *given)
+        table = tabulate(module, max(num, 1), config, *arguments)
         table.kept.update(kept)
         table = replace(table, check=f"first forward: {described(why_not)}")
         LOG.info("%s", table)
     elif why_not is not None and num > 1 and (verify or (by_rules and verify is None)):
         LOG.warning("the split is %s", described(why_not))
-    made: Any = split(config)
+    replaced: Any = split(config)
     if table is not None:
-        made.plan_table = table
+        replaced.plan_table = table
     if why_not is None:
-        root = getattr(made, "wrapped_model", made)
+        root = getattr(replaced, "wrapped_model", replaced)
         check = FirstForward(root, module)
         if example:
-            check(root, *given)
-    return made
+            check(root, *arguments)
+    return replaced
 
 
 def own_device() -> torch.device:

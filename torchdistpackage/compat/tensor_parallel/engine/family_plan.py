@@ -49,8 +49,8 @@ def find_plan(model_config: Any, num: int) -> Config | None:
         LayoutError: the family is known, but this model cannot be split over so many.
     """
     kind = getattr(model_config, "model_type", None) or ""
-    known = kind in FAMILIES or kind in SPLIT_ALONE
-    return family_plan(kind, model_config, num) if known and num > 1 else None
+    has_plan = kind in FAMILIES or kind in SPLIT_ALONE
+    return family_plan(kind, model_config, num) if has_plan and num > 1 else None
 
 
 def family_plan(kind: str, model_config: Any, num: int) -> Config:
@@ -79,13 +79,13 @@ def family_plan(kind: str, model_config: Any, num: int) -> Config:
 
 def settings_of(family: Family, model_config: Any) -> Settings:
     """Read a family's settings from a configuration, whose release may use earlier names."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, default in family.defaults.items():
-        found[name] = getattr(model_config, name, default)
+        settings[name] = getattr(model_config, name, default)
         earlier = family.earlier_settings.get(name, name)
         if not hasattr(model_config, name) and hasattr(model_config, earlier):
-            found[name] = getattr(model_config, earlier)
-    return found
+            settings[name] = getattr(model_config, earlier)
+    return settings
 
 
 class TableRules:
@@ -253,12 +253,12 @@ def path(name: str) -> str:
 
 def columns_by_entrance(block: Weights) -> dict[str, list[str]]:
     """Entrance -> names of its column layers below it, in the order of the table."""
-    found: dict[str, list[str]] = {}
+    columns: dict[str, list[str]] = {}
     for name, cut in block.split.layers.items():
         if cut.kind == "column":
             below = name.removeprefix(cut.entrance).removeprefix(".")
-            found.setdefault(cut.entrance, []).append(below)
-    return found
+            columns.setdefault(cut.entrance, []).append(below)
+    return columns
 
 
 def blocks(block: Weights) -> int:

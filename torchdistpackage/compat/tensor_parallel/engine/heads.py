@@ -40,13 +40,13 @@ class Heads:
 
     def _fused(self, rank: int) -> list[int]:
         queries, keys = self.queries[rank], self.keys[rank]
-        mine, found = len(queries) // len(keys), list[int]()
+        group_size, places = len(queries) // len(keys), list[int]()
         for at, key in enumerate(keys):
             first = key * (self.per_key + 2)
-            group = queries[at * mine : (at + 1) * mine]
-            found += [first + query % self.per_key for query in group]
-            found += [first + self.per_key, first + self.per_key + 1]
-        return found
+            group = queries[at * group_size : (at + 1) * group_size]
+            places += [first + query % self.per_key for query in group]
+            places += [first + self.per_key, first + self.per_key + 1]
+        return places
 
     def in_parts(self, num_parts: int, num_heads: int) -> list[list[int]]:
         """Return each shard's heads in a dim of parts that hold `num_heads` each."""
@@ -80,7 +80,7 @@ class Heads:
 
 
 def deal_heads(
-    what: str,
+    owner: str,
     num_heads: int,
     head_dim: int,
     world_size: int,
@@ -99,17 +99,17 @@ def deal_heads(
     if each < world_size:
         where = f" in {blocks} blocks of {each}" if blocks > 1 else ""
         raise LayoutError(
-            f"{what} has {num_heads} attention heads{where}, which {world_size} shards cannot "
+            f"{owner} has {num_heads} attention heads{where}, which {world_size} shards cannot "
             f"share; use at most {each}"
         )
     per_key = num_heads // (num_key_heads or num_heads)
     queries, keys = list[tuple[int, ...]](), list[tuple[int, ...]]()
     for run in _runs(each, world_size):
-        mine = tuple(block * each + head for block in range(blocks) for head in run)
-        wanted = [head // per_key for head in mine]
+        heads = tuple(block * each + head for block in range(blocks) for head in run)
+        wanted = [head // per_key for head in heads]
         distinct = tuple(sorted(set(wanted)))
         counts = {wanted.count(key) for key in distinct}
-        queries.append(mine)
+        queries.append(heads)
         keys.append(distinct if len(counts) == 1 else tuple(wanted))
     return Heads(tuple(queries), tuple(keys), head_dim, per_key)
 

@@ -72,8 +72,8 @@ def of_family(cls: type, family: Any) -> type:
 
     @wraps(family.forward)  # whose parameters generation and trainers look at
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = args[position] if position is not None and position < len(args) else None
-        self.check_attentions(kwargs.get("output_attentions", given))
+        positional = args[position] if position is not None and position < len(args) else None
+        self.check_attentions(kwargs.get("output_attentions", positional))
         return self.wrapped_model(*args, **kwargs)
 
     names = list(inspect.signature(family.forward).parameters)[1:]
@@ -111,12 +111,12 @@ class ShardedModelCalls(PretrainedCalls, TakesNoAdapters):
         """Take over the attributes of the model that is split."""
         nn.Module.__init__(self)
         remove_hooks(module)
-        own = set(vars(self))
+        own_names = set(vars(self))
         self.__dict__.update(
             {
                 name: value
                 for name, value in vars(without_adapters(module)).items()
-                if name not in own and name not in KEPT_APART
+                if name not in own_names and name not in KEPT_APART
             }
         )
         self.training = module.training
@@ -166,13 +166,13 @@ class ShardedModelCalls(PretrainedCalls, TakesNoAdapters):
 
         So peft calls it, to put prompts before the tokens.
         """
-        found = super().get_submodule(target)
-        if not isinstance(getattr(found, "tp_wrapped_module", found), nn.Embedding):
-            return found
+        module = super().get_submodule(target)
+        if not isinstance(getattr(module, "tp_wrapped_module", module), nn.Embedding):
+            return module
         shards = self.wrapped_model.module_shards
         table = shards[0].get_input_embeddings()
-        if found is not table and found is not getattr(table, "tp_wrapped_module", None):
-            return found
+        if module is not table and module is not getattr(table, "tp_wrapped_module", None):
+            return module
         return PartOfShards(self.wrapped_model, [s.get_input_embeddings() for s in shards])
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:

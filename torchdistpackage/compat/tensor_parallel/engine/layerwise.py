@@ -95,17 +95,17 @@ class LayerRules:
 
     def layers(self) -> Iterator[tuple[list[str], nn.Module]]:
         """Layers that a plan may cut, with all their names."""
-        found: dict[nn.Module, list[str]] = {}
+        names_of: dict[nn.Module, list[str]] = {}
         inside: set[nn.Module] = set()
         for name, module in self.module.named_modules(remove_duplicate=False):
-            found.setdefault(module, []).append(name)
+            names_of.setdefault(module, []).append(name)
             if isinstance(module, nn.MultiheadAttention):
                 inside.update(module.modules())
                 self.kept[name] = "torch's attention reads the weights of its layers itself"
             elif isinstance(module, nn.TransformerEncoderLayer):
                 # its fast path reads the weights of its layers too
                 self.attributes[f"^{re.escape(name)}$"] = {"activation_relu_or_gelu": no_fast_path}
-        for module, names in found.items():
+        for module, names in names_of.items():
             if module not in inside and not ADAPTERS.search(names[0]):
                 yield list(dict.fromkeys(map(plain_name, names))), module
 
@@ -169,10 +169,10 @@ class LayerRules:
     def keep(self, names: list[str], why: str) -> None:
         self.kept[names[0]] = why
 
-    def _too_few(self, names: list[str], what: str, num: int) -> bool:
+    def _too_few(self, names: list[str], unit: str, num: int) -> bool:
         if num >= self.world_size:
             return False
-        self.keep(names, f"{num} {what} for {self.world_size} shards")
+        self.keep(names, f"{num} {unit} for {self.world_size} shards")
         return True
 
     def _add_embedding(self, names: list[str], layer: nn.Embedding | nn.EmbeddingBag) -> None:
@@ -248,13 +248,13 @@ def why_whole(layer: nn.Module) -> str | None:
 
 def whole_tensors(module: nn.Module) -> dict[torch.Tensor, str]:
     """Parameters of modules that cannot be cut, and the name of one that has it."""
-    found: dict[torch.Tensor, str] = {}
+    names: dict[torch.Tensor, str] = {}
     for name, part in module.named_modules():
         if not isinstance(part, LAYERS) or why_whole(part):
             for parameter in part._parameters.values():
                 if parameter is not None:
-                    found[parameter] = name or "the module"
-    return found
+                    names[parameter] = name or "the module"
+    return names
 
 
 def even_part(value: int, *, rank: int, world_size: int) -> int:

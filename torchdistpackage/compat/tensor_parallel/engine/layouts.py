@@ -49,12 +49,12 @@ def layout_of_cut(name: str, tensor: Tensor, action: StateAction, num: int) -> L
     dim = getattr(action, "dim", 0) % len(shape)
     places = torch.arange(shape[dim]).view([-1 if d == dim else 1 for d in range(len(shape))])
     dealt = [action(places, rank=rank).flatten() for rank in range(num)]
-    if len({len(mine) for mine in dealt}) == 1:
+    if len({len(indices) for indices in dealt}) == 1:
         groups = action.num_groups if isinstance(action, SplitInGroupedChunks) else 1
         parts = [()] * len(shape)
         if groups > 1:
             parts[dim] = (shape[dim] // groups,) * groups
-        in_runs = torch.cat([mine.view(groups, -1) for mine in dealt], 1).flatten()
+        in_runs = torch.cat([indices.view(groups, -1) for indices in dealt], 1).flatten()
         if torch.equal(in_runs, places.flatten()):
             return Layout(name, shape, at(dim, shape), parts=tuple(parts))
     return Layout(name, shape, at(dim, shape), ranges=ranges_of(dealt))
@@ -80,17 +80,17 @@ def ranges_of(dealt: Sequence[Tensor]) -> tuple[Ranges, ...]:
     runs = [
         [
             (int(run[0]), int(run[-1]) + 1)
-            for run in mine.tensor_split((mine.diff() != 1).nonzero().flatten() + 1)
+            for run in of_rank.tensor_split((of_rank.diff() != 1).nonzero().flatten() + 1)
             if len(run)
         ]
-        for mine in dealt
+        for of_rank in dealt
     ]
-    ends = sorted({end for mine in runs for run in mine for end in run})
+    ends = sorted({end for of_rank in runs for run in of_rank for end in run})
     return tuple(
         tuple(
             piece
-            for start, stop in mine
+            for start, stop in of_rank
             for piece in pairwise(end for end in ends if start <= end <= stop)
         )
-        for mine in runs
+        for of_rank in runs
     )

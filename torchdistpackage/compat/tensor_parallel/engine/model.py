@@ -146,14 +146,14 @@ class ParallelModule(SplitRoot, TakesNoAdapters):
 
     def _mark(self, module: nn.Module, config: Config, group: Group) -> None:
         """Note on the parameters of the shard how they are cut."""
-        held = dict(self.module_shards[0].named_parameters())
+        parameters = dict(self.module_shards[0].named_parameters())
         sources, shard_name = dict(module.named_parameters()), shard_names(config, module)
         for name, action in parameter_actions(module, config).items():
             inside = shard_name(name)
-            if inside in held:
+            if inside in parameters:
                 layout = layout_of_cut(name, sources[name], action, group.size())
                 self._layouts[f"module_shards.0.{inside}"] = layout
-                self.mark_cut(f"module_shards.0.{inside}", held[inside])
+                self.mark_cut(f"module_shards.0.{inside}", parameters[inside])
         watch()
 
     def mark_cut(self, name: str, parameter: nn.Parameter) -> None:

@@ -33,7 +33,7 @@ def only_scales(embedding: nn.Module) -> bool:
         graph = fx.Tracer().trace(copy.deepcopy(embedding, {id(t): t for t in tensors}))
     except Exception:  # whatever a forward may raise when it is called with stand-ins
         return False
-    held = dict(embedding.named_parameters()) | dict(embedding.named_buffers())
+    attributes = dict(embedding.named_parameters()) | dict(embedding.named_buffers())
     ids = {node for node in graph.nodes if node.op == "placeholder"}
     if len(ids) > 1:  # an argument that may be left out stands for another way through
         return False
@@ -42,7 +42,7 @@ def only_scales(embedding: nn.Module) -> bool:
     for node in graph.nodes:
         inputs = node.all_input_nodes
         if node.op == "get_attr" and str(node.target) != "weight":
-            tensor = held.get(str(node.target))
+            tensor = attributes.get(str(node.target))
             if tensor is not None and tensor.numel() == 1:
                 numbers.add(node)
         elif node.target is F.embedding and inputs[0] in ids:

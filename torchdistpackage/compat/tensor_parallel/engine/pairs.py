@@ -121,23 +121,23 @@ class LayerTracer(fx.Tracer):
 
 def find_pairs(module: nn.Module, world_size: int) -> list[Pair]:
     """Pairs of layers of `module`; each layer is in one at most."""
-    found: list[Pair] = []
-    _search(module, "", world_size, found)
-    taken: set[str] = set()
+    pairs: list[Pair] = []
+    _search(module, "", world_size, pairs)
+    used_names: set[str] = set()
     chosen = []
-    for pair in found:
+    for pair in pairs:
         names = {*pair.firsts, *pair.seconds}
-        if not names & taken:
-            taken |= names
+        if not names & used_names:
+            used_names |= names
             chosen.append(pair)
     return chosen
 
 
-def _search(module: nn.Module, prefix: str, world_size: int, found: list[Pair]) -> None:
+def _search(module: nn.Module, prefix: str, world_size: int, pairs: list[Pair]) -> None:
     graphs = _traced(module)
     if graphs is None:
         for name, child in module.named_children():
-            _search(child, f"{prefix}{name}.", world_size, found)
+            _search(child, f"{prefix}{name}.", world_size, pairs)
         return
     users = Counter(
         id(p) for m in module.modules() for p in m._parameters.values() if p is not None
@@ -145,7 +145,7 @@ def _search(module: nn.Module, prefix: str, world_size: int, found: list[Pair]) 
     in_each = [_pairs_of(graph, module, world_size, users) for graph in graphs]
     for pair in in_each[0]:
         if all(pair in others for others in in_each[1:]):
-            found.append(_prefixed(pair, prefix))
+            pairs.append(_prefixed(pair, prefix))
 
 
 def _prefixed(pair: Pair, prefix: str) -> Pair:
@@ -186,11 +186,11 @@ def _pairs_of(
     layers = dict(module.named_modules())
     calls = Counter(str(n.target) for n in graph.nodes if n.op == "call_module")
 
-    read = {str(n.target).rpartition(".")[0] for n in graph.nodes if n.op == "get_attr"}
+    read_directly = {str(n.target).rpartition(".")[0] for n in graph.nodes if n.op == "get_attr"}
 
     def kind_of(node: fx.Node) -> type | None:
         """The kind of a layer that may be cut: called once, its weight shared and read by none."""
-        if str(node.target) in read:
+        if str(node.target) in read_directly:
             return None
         if (
             node.op != "call_module"
@@ -244,9 +244,9 @@ def _flow_through(
             continue
         if not inputs:
             continue
-        whole = len(inputs) < len(node.all_input_nodes)
+        mixes_full = len(inputs) < len(node.all_input_nodes)
         alike = len({(flow.kind, flow.length) for flow in inputs}) == 1
-        if is_elementwise(node, layers) and alike and not whole:
+        if is_elementwise(node, layers) and alike and not mixes_full:
             firsts = frozenset().union(*(flow.firsts for flow in inputs))
             between = frozenset().union(*(flow.between for flow in inputs))
             if node.op == "call_module":
@@ -266,11 +266,11 @@ def _flow_through(
 def _grouped(seconds: dict[str, _Flow]) -> list[Pair]:
     groups: list[tuple[set[str], set[str], set[str]]] = []
     for name, flow in seconds.items():
-        mine = (set(flow.firsts), {name}, set(flow.between))
-        for group in [g for g in groups if g[0] & mine[0]]:
+        merged = (set(flow.firsts), {name}, set(flow.between))
+        for group in [g for g in groups if g[0] & merged[0]]:
             groups.remove(group)
-            mine = (mine[0] | group[0], mine[1] | group[1], mine[2] | group[2])
-        groups.append(mine)
+            merged = (merged[0] | group[0], merged[1] | group[1], merged[2] | group[2])
+        groups.append(merged)
     return [Pair(*(tuple(sorted(names)) for names in group)) for group in groups]
 
 

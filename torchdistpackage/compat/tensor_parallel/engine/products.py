@@ -33,6 +33,6 @@ def share_products(
 def _layers(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     """The layers that this module has, or none if they are no plain products, as with adapters
     around them."""
-    known = dict(module.named_modules())
-    layers = [known[name] for name in names if name in known]
+    modules = dict(module.named_modules())
+    layers = [modules[name] for name in names if name in modules]
     return layers if layers and can_share(layers) else []

@@ -41,14 +41,14 @@ class Join:
         return self.collective.has_all()
 
     def __call__(self, part: Tensor, rank: int) -> Tensor:
-        whole = self.collective(part, rank=rank)
-        traffic.note(self.collective, part, whole, rank)
+        full = self.collective(part, rank=rank)
+        traffic.note(self.collective, part, full, rank)
         if not isinstance(self.action, SplitInGroupedChunks):
-            return whole
+            return full
         dim = self.action.dim
-        places, cut = torch.arange(whole.shape[dim], device=whole.device), on_dim(self.action, 0)
+        places, cut = torch.arange(full.shape[dim], device=full.device), on_dim(self.action, 0)
         dealt = torch.cat([cut(places, rank=index) for index in range(self.num)])
-        return whole.index_select(dim, dealt.argsort())
+        return full.index_select(dim, dealt.argsort())
 
 
 def joins(rules: Mapping[Any, StateAction], num: int, collectives: Collectives) -> dict[Any, Join]:

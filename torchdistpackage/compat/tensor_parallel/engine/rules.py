@@ -82,10 +82,10 @@ class Config:
         self.joins = {}
         self.split_modules = tuple(map(re.compile, split_modules))
         self.state_rules = {}
-        for pattern, given in state_rules.items():
+        for pattern, value in state_rules.items():
             try:
                 compiled_pattern = re.compile(pattern)
-                action, is_legacy = as_state_action(given)
+                action, is_legacy = as_state_action(value)
             except re.error as error:
                 problems.append(f"{pattern!r} is no regular expression: {error}")
                 continue
@@ -154,15 +154,15 @@ class Config:
 
 def compiled(rules: Mapping[Any, Actions], problems: list[str]) -> dict[re.Pattern[str], Actions]:
     """`rules` by compiled patterns; what is wrong with one goes to `problems`."""
-    found: dict[re.Pattern[str], Actions] = {}
+    by_pattern: dict[re.Pattern[str], Actions] = {}
     for pattern, actions in rules.items():
         try:
-            found[re.compile(pattern)] = dict(actions)
+            by_pattern[re.compile(pattern)] = dict(actions)
         except re.error as error:
             problems.append(f"{pattern!r} is no regular expression: {error}")
         except (TypeError, ValueError):
             problems.append(f"{text_of(pattern)}: {actions!r} is no dict, such as {{0: 'sum'}}")
-    return found
+    return by_pattern
 
 
 def text_of(pattern: Any) -> str:
@@ -201,7 +201,7 @@ def find_matching_actions(action_type: str, name: str, rules: Mapping[Any, Actio
     Raises:
         ValueError: two rules say different things of one key.
     """
-    found: Actions = {}
+    matched: Actions = {}
     origin: dict[Target, str] = {}
     for pattern, actions in rules.items():
         if pattern.search(name) is None:
@@ -209,14 +209,14 @@ def find_matching_actions(action_type: str, name: str, rules: Mapping[Any, Actio
         for key, action in actions.items():
             if isinstance(key, str) and key.strip().isdigit():
                 key = int(key)
-            if found.get(key, action) != action:
+            if matched.get(key, action) != action:
                 raise ValueError(
                     f"two {action_type} rules speak of {key!r} of module {name!r}: "
-                    f"{origin[key]!r} says {found[key]!r} and {pattern.pattern!r} says "
+                    f"{origin[key]!r} says {matched[key]!r} and {pattern.pattern!r} says "
                     f"{action!r}; make the patterns exclude each other"
                 )
-            found[key], origin[key] = action, pattern.pattern
-    return found
+            matched[key], origin[key] = action, pattern.pattern
+    return matched
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,12 +255,12 @@ def match_report(config: Config, module: nn.Module) -> MatchReport:
     used: set[str] = set()
     repeated: dict[str, tuple[str, ...]] = {}
     for name in names:
-        found = matching(config.state_rules, name)
-        used.update(pattern.pattern for pattern in found)
-        if len({id(config.state_rules[p]) for p in found}) > 1:
-            first, *others = (config.state_rules[p] for p in found)
+        patterns = matching(config.state_rules, name)
+        used.update(pattern.pattern for pattern in patterns)
+        if len({id(config.state_rules[p]) for p in patterns}) > 1:
+            first, *others = (config.state_rules[p] for p in patterns)
             if any(other != first for other in others):
-                repeated[name] = tuple(p.pattern for p in found)
+                repeated[name] = tuple(p.pattern for p in patterns)
     unmatched = [("state", p.pattern) for p in config.state_rules if p.pattern not in used]
     for kind in ("input", "output", "attr"):
         unmatched += [
@@ -274,8 +274,8 @@ def match_report(config: Config, module: nn.Module) -> MatchReport:
 def state_action(config: Config, names: Iterable[str]) -> StateAction | None:
     """The action of one tensor, which has these names, in order; None: it stays whole."""
     for name in names:
-        if found := matching(config.state_rules, name):
-            return config.state_rules[found[0]]
+        if patterns := matching(config.state_rules, name):
+            return config.state_rules[patterns[0]]
     return None
 
 
@@ -319,9 +319,11 @@ def add_lora_rules(model: nn.Module, config: Config) -> Config:
             continue
         action = state_action(config, [f"{name}.weight"])
         if action is not None:
-            mine = adapter_rules(name, module, base, action)
-            rules |= mine
-            if any("lora_A" in p.pattern and not isinstance(a, Partial) for p, a in mine.items()):
+            of_adapter = adapter_rules(name, module, base, action)
+            rules |= of_adapter
+            if any(
+                "lora_A" in p.pattern and not isinstance(a, Partial) for p, a in of_adapter.items()
+            ):
                 dropouts.append(rf"^{re.escape(name)}\.lora_dropout\.")
     if not rules:
         return config

@@ -141,15 +141,15 @@ def state_actions(module: nn.Module, config: Config) -> dict[str, StateAction]:
     """Return the action of each tensor of `tensors_of(module)` that a rule matches under any of its
     names.
     """
-    found: dict[str, StateAction] = {}
+    actions: dict[str, StateAction] = {}
     for names in find_tied_weight_aliases(module).values():
         if (action := state_action(config, names)) is not None:
-            found[names[0]] = action
+            actions[names[0]] = action
     first = {id(tensor): name for name, tensor in tensors_of(module).items()}
     return {
-        first[id(tensor)]: found[names[0]]
+        first[id(tensor)]: actions[names[0]]
         for tensor, names in named_aliases(module)
-        if names[0] in found
+        if names[0] in actions
     }
 
 
@@ -210,10 +210,10 @@ def shard_names(config: Config, module: nn.Module) -> Callable[[str], str]:
 
 
 def modules_by_names(module: nn.Module) -> dict[nn.Module, list[str]]:
-    found: dict[nn.Module, list[str]] = {}
+    names: dict[nn.Module, list[str]] = {}
     for name, submodule in module.named_modules(remove_duplicate=False):
-        found.setdefault(submodule, []).append(name)
-    return found
+        names.setdefault(submodule, []).append(name)
+    return names
 
 
 def is_wrapped(config: Config, names: Collection[str]) -> bool:
@@ -238,11 +238,11 @@ def wrapped_module(
         for name in names:
             layers |= find_matching_actions("entrance", name, config.entrances)
         share_products(wrapper, layers)
-    held = [key for key, parameter in module._parameters.items() if parameter is not None]
-    for key in held if config.joins else ():
+    keys = [key for key, parameter in module._parameters.items() if parameter is not None]
+    for key in keys if config.joins else ():
         for name in dict.fromkeys(plain_name(f"{name}.{key}") for name in names):
-            if found := matching(config.joins, name):
-                wrapper.joins[key] = config.joins[found[0]]
+            if patterns := matching(config.joins, name):
+                wrapper.joins[key] = config.joins[patterns[0]]
     if wrapper.joins and not config.is_general:
         wrapper.sizes = {name: getattr(module, name) for name in SIZES if hasattr(module, name)}
     return wrapper
@@ -263,8 +263,8 @@ def apply_attributes(config: Config, module: nn.Module, names: list[str], rank: 
 
 def fix_sizes(layer: nn.Module, original: nn.Module) -> None:
     """Sizes that torch's layers note, from the weight of `layer`, where it was cut."""
-    weight, whole = layer._parameters.get("weight"), original._parameters.get("weight")
-    if weight is not None and whole is not None and weight.shape != whole.shape:
+    weight, full_weight = layer._parameters.get("weight"), original._parameters.get("weight")
+    if weight is not None and full_weight is not None and weight.shape != full_weight.shape:
         note_sizes(layer, weight)
 
 

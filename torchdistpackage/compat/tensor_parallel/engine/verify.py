@@ -133,10 +133,10 @@ class BothForwards:
                 expected, twin = tensors_in(self.call_unsplit()), self.twin()
         if why := self.agreed(self.why):
             return why
-        found = tensors_in(self.call(twin))
+        actual = tensors_in(self.call(twin))
         with self.giving_up("outputs cannot be compared"):
-            self.why = why_incomparable(found, expected)
-            largest = largest_difference(found, expected)
+            self.why = why_incomparable(actual, expected)
+            largest = largest_difference(actual, expected)
         if why := self.agreed(self.why):
             return why
         if not self.agreed(largest > TOLERANCE):
@@ -154,21 +154,21 @@ class BothForwards:
         raise LayoutError(self.agreed(culprit if largest > TOLERANCE else None))
 
     @contextmanager
-    def giving_up(self, what: str) -> Iterator[None]:
+    def giving_up(self, activity: str) -> Iterator[None]:
         """An exception inside, which a forward in training may not have, is why not to compare."""
         try:
             yield
         except Exception as error:
-            self.why = f"{what}: {type(error).__name__}: {error}"
+            self.why = f"{activity}: {type(error).__name__}: {error}"
 
-    def agreed(self, mine: Any) -> Any:
+    def agreed(self, answer: Any) -> Any:
         """Return the first value in the group that is not empty; all ranks of the group call
         this.
         """
         if self.group is None:
-            return mine
-        said = collectives.gather_objects(mine, self.group)
-        return next((each for each in said if each), None)
+            return answer
+        answers = collectives.gather_objects(answer, self.group)
+        return next((each for each in answers if each), None)
 
     def why_not(self) -> str | None:
         for name, part in self.check.unsplit.named_modules():
@@ -216,7 +216,7 @@ class BothForwards:
 
     def culprit(self, largest: float) -> str:
         """Name the first part whose output differs, and how."""
-        expected, found = ParityRecord({}), ParityRecord({})
+        expected, actual = ParityRecord({}), ParityRecord({})
         with ExitStack() as stack:
             output = self.call_unsplit(
                 lambda twin: stack.enter_context(
@@ -224,11 +224,11 @@ class BothForwards:
                 )
             )
         twin = self.twin()
-        with recording(shard_modules(twin.module_shards[0]), found, first_call=True):
+        with recording(shard_modules(twin.module_shards[0]), actual, first_call=True):
             outputs = tensors_in(self.call(twin))
         pairs = [(a, b) for a, b in zip(outputs, tensors_in(output), strict=True) if alike(a, b)]
-        found.results, expected.results = [a for a, _ in pairs], [b for _, b in pairs]
-        finding = first_difference(expected, [found], {}, elementwise_within(TOLERANCE))
+        actual.results, expected.results = [a for a, _ in pairs], [b for _, b in pairs]
+        finding = first_difference(expected, [actual], {}, elementwise_within(TOLERANCE))
         if finding is None or finding.module == WHOLE_MODEL:
             finding = ParityFinding(WHOLE_MODEL, "outputs", largest, 0, "")
             kind = type(self.check.unsplit)
@@ -262,14 +262,14 @@ def every_tensor(module: nn.Module) -> list[Tensor]:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
+        tensors.append(tensor)
         return tensor
 
     map_tensors(value, note)
-    return found
+    return tensors
 
 
 def widened(tensor: Tensor, device: torch.device | None = None) -> Tensor:
@@ -338,35 +338,35 @@ def differing(first: dict[str, Any], second: dict[str, Any]) -> Iterator[str]:
 # -- differences ---------------------------------------------------------------------------
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
+def difference(actual: Tensor, expected: Tensor) -> float:
     """The largest difference as a share of the largest expected number; infinite for shapes."""
-    if found.shape != expected.shape:
+    if actual.shape != expected.shape:
         return float("inf")
-    if not alike(found, expected):
+    if not alike(actual, expected):
         return 0.0
     if not expected.any():
-        return found.abs().nan_to_num(float("inf")).max().item() if found.numel() else 0.0
-    return elementwise(found, expected) or 0.0
+        return actual.abs().nan_to_num(float("inf")).max().item() if actual.numel() else 0.0
+    return elementwise(actual, expected) or 0.0
 
 
-def why_incomparable(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
-    if len(found) != len(expected):
-        return f"the unsplit module returns {len(expected)} tensors, the split {len(found)}"
+def why_incomparable(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
+    if len(actual) != len(expected):
+        return f"the unsplit module returns {len(expected)} tensors, the split {len(actual)}"
     if not any(tensor.is_floating_point() or tensor.is_complex() for tensor in expected):
         return "there is no floating-point number in the output"
     return None
 
 
-def largest_difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    return max(map(difference, found, expected), default=0.0)
+def largest_difference(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    return max(map(difference, actual, expected), default=0.0)
 
 
-def alike(found: Tensor, expected: Tensor) -> bool:
+def alike(actual: Tensor, expected: Tensor) -> bool:
     """Return whether two outputs are comparable floats of one shape; integers jump where scores are
     close.
     """
     is_number = expected.is_floating_point() or expected.is_complex()
-    return is_number and found.shape == expected.shape
+    return is_number and actual.shape == expected.shape
 
 
 def rounded(tensor: Tensor) -> Tensor:

@@ -65,12 +65,12 @@ class TensorParallelWrapper(nn.Module):
         except AttributeError:
             if attr == "tp_wrapped_module":
                 raise
-            found = getattr(self.tp_wrapped_module, attr)
+            value = getattr(self.tp_wrapped_module, attr)
         if attr not in (*self.joins, *self.sizes) or not self._is_read_whole():
-            return found
+            return value
         if attr in self.sizes:
             return self.sizes[attr]
-        return split_weight(found, partial(self.joins[attr], rank=self.rank))
+        return split_weight(value, partial(self.joins[attr], rank=self.rank))
 
     def _is_read_whole(self) -> bool:
         return any(join.has_all() for join in self.joins.values())
@@ -93,11 +93,11 @@ class TensorParallelWrapper(nn.Module):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         places, named = list(args), dict(kwargs)
         for target, action in self.input_actions.items():
-            found = target if self._is_given(target, args, kwargs) else self._other_way(target)
-            if isinstance(found, int) and found < len(places):
-                places[found] = self._entered(target, places[found], action)
-            elif found in named:
-                named[found] = self._entered(target, named[found], action)
+            position = target if self._is_given(target, args, kwargs) else self._other_way(target)
+            if isinstance(position, int) and position < len(places):
+                places[position] = self._entered(target, places[position], action)
+            elif position in named:
+                named[position] = self._entered(target, named[position], action)
         return tuple(places), named
 
     def _entered(self, target: Any, value: Any, action: Any) -> Any:
