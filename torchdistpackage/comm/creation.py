@@ -114,8 +114,8 @@ def create(
     assert isinstance(group, Group)
     if group.group_name != called:
         raise CommError(
-            f"torch {torch.__version__} calls {group_name} {group.group_name!r}, not {called!r}, so "
-            f"its members may not meet; use torch 2.11 to 2.13, or report this"
+            f"torch {torch.__version__} calls {group_name} {group.group_name!r}, not {called!r}, "
+            f"so its members may not meet; use torch 2.11 to 2.13, or report this"
         )
     mark_made(group, store, called)
     return group
