@@ -43,17 +43,17 @@ def check_regular(path: Path, *, follow: bool = False) -> int:
     Raises:
         OSError: there is none, or it is something else: a link, a device, a pipe, a folder.
     """
-    found = path.stat(follow_symlinks=follow)
-    _check(found, path, found.st_size)
-    return found.st_size
+    info = path.stat(follow_symlinks=follow)
+    _check(info, path, info.st_size)
+    return info.st_size
 
 
-def _check(found: os.stat_result, path: Path, most_bytes: int) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(None, f"is {_KINDS.get(stat.S_IFMT(found.st_mode), 'no regular file')}", path)
-    if found.st_size > most_bytes:
+def _check(info: os.stat_result, path: Path, most_bytes: int) -> None:
+    if not stat.S_ISREG(info.st_mode):
+        raise OSError(None, f"is {_KINDS.get(stat.S_IFMT(info.st_mode), 'no regular file')}", path)
+    if info.st_size > most_bytes:
         raise OSError(
-            None, f"has {found.st_size:,} bytes, more than the {most_bytes:,} allowed", path
+            None, f"has {info.st_size:,} bytes, more than the {most_bytes:,} allowed", path
         )
 
 
@@ -175,9 +175,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raw = file.read(length)
     try:
         header: dict[str, Any] = parse_json(raw.decode())
-        held = {k: StoredTensor.of(**v) for k, v in header.items() if k != "__metadata__"}
+        tensors = {k: StoredTensor.of(**v) for k, v in header.items() if k != "__metadata__"}
         end = 0
-        for tensor in sorted(held.values(), key=lambda x: x.span):
+        for tensor in sorted(tensors.values(), key=lambda x: x.span):
             if tensor.span != (end, end + tensor.num_bytes):
                 raise ValueError(f"a tensor lies at {tensor.span}, the one before ends at {end}")
             end = tensor.span[1]
@@ -185,7 +185,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             raise ValueError(f"its tensors end at {end} of {size_bytes - 8 - length} bytes")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"it has a header that is not true: {error!r}") from error
-    return held
+    return tensors
 
 
 _BLOCK_BYTES = 1 << 20

@@ -134,14 +134,14 @@ def read_json_lines(path: Path, parse: Callable[[Any], T]) -> tuple[list[T], lis
     except OSError as error:
         hint = "ask its owner" if isinstance(error, PermissionError) else "move it away"
         raise LaunchError(f"{path} {error.strerror}; {hint}") from error
-    found: list[T] = []
+    values: list[T] = []
     bad: list[int] = []
     for number, line in enumerate(lines, 1):
         try:
-            found += [parse(parse_json(line))] if line.strip() else []
+            values += [parse(parse_json(line))] if line.strip() else []
         except (ValueError, TypeError, KeyError, OverflowError):
             bad.append(number)
-    return found, bad
+    return values, bad
 
 
 def tail(path: Path, start_bytes: int = 0) -> str:

@@ -27,7 +27,11 @@ PACKAGE = __name__.partition(".")[0]
 
 def homes(names: Mapping[str, Iterable[str]]) -> dict[str, str]:
     """Public name -> full name of its module. names: module below the package -> its names."""
-    return {name: f"{PACKAGE}.{module}" for module, held in names.items() for name in held}
+    return {
+        name: f"{PACKAGE}.{module}"
+        for module, public_names in names.items()
+        for name in public_names
+    }
 
 
 def load(module: str, exports: Mapping[str, str], name: str) -> object:

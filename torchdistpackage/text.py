@@ -65,8 +65,8 @@ def _blocks(widths: Sequence[int], num_keys: int) -> list[list[int]]:
 
 def duration(seconds: float) -> str:
     """Return a time that people wait for, such as 3 d 4 h, 2 h 05 min, 4 min 10 s, 12 s."""
-    whole = max(int(seconds), 0)
-    minutes, s = divmod(whole, 60)
+    whole_s = max(int(seconds), 0)
+    minutes, s = divmod(whole_s, 60)
     hours, m = divmod(minutes, 60)
     days, h = divmod(hours, 24)
     if days:
@@ -96,8 +96,8 @@ def size_text(num_bytes: float) -> str:
     return f"{num_bytes:,.4g} TiB"
 
 
-def ranks_listed(ranks: Sequence[int], word: str = "") -> str:
+def ranks_listed(ranks: Sequence[int], noun: str = "") -> str:
     """Return a list of ranks: `rank 3`, `ranks 0, 4, 8, ... (32 ranks)`."""
     shown = ", ".join(map(str, ranks[:SHOWN_RANKS]))
     more = "" if len(ranks) <= SHOWN_RANKS else f", ... ({len(ranks)} ranks)"
-    return f"{word or ('ranks' if len(ranks) > 1 else 'rank')} {shown}{more}"
+    return f"{noun or ('ranks' if len(ranks) > 1 else 'rank')} {shown}{more}"

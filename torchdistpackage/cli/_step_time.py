@@ -48,9 +48,9 @@ def predicted(
     return device, run_time(plan, device, ranks_per_node)
 
 
-def summary_line(found: Prediction) -> str:
+def summary_line(estimate: Prediction) -> str:
     """Return the step time for the summary."""
-    device, time = found
+    device, time = estimate
     if isinstance(time, str):
         return time
     return (
@@ -59,19 +59,19 @@ def summary_line(found: Prediction) -> str:
     )
 
 
-def time_table(found: Prediction | None) -> str:
+def time_table(estimate: Prediction | None) -> str:
     """Return the terms of the step, the GPU-hours of the run, and whether its job is long enough.
 
     Raises:
         ConfigError: no device is named.
     """
-    if found is None:
+    if estimate is None:
         raise ConfigError(
             f"--time needs a device: pass --device NAME, or name the type of GPU in launch.slurm, "
             f"such as gpus-per-node: h100:8, or pass --profile FILE that tdp comm bench --profile "
             f"measured; the devices are {', '.join(DEVICES)}"
         )
-    device, time = found
+    device, time = estimate
     head = f"predicted step on {device.title} ({device.name})"
     if isinstance(time, str):
         return f"{head}\n" + wrap(f"  {time}", indent="  ")
@@ -97,22 +97,22 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def _run(found: RunTime) -> str:
+def _run(estimate: RunTime) -> str:
     return (
-        f"{found.steps:,} steps take {found.run_seconds / 3600:,.3g} h, {found.gpu_hours:,.3g} "
-        f"GPU-hours, without validations and checkpoints"
+        f"{estimate.steps:,} steps take {estimate.run_seconds / 3600:,.3g} h, "
+        f"{estimate.gpu_hours:,.3g} GPU-hours, without validations and checkpoints"
     )
 
 
-def _job(found: RunTime) -> list[str]:
+def _job(estimate: RunTime) -> list[str]:
     """Return whether the run ends within the time of its job."""
-    if found.job_seconds is None or found.steps_of_job is None:
+    if estimate.job_seconds is None or estimate.steps_of_job is None:
         return []
-    hours = found.job_seconds / 3600
-    if found.steps_of_job >= found.steps:
+    hours = estimate.job_seconds / 3600
+    if estimate.steps_of_job >= estimate.steps:
         return [f"ends within its {hours:,.3g} h"]
     return [
-        f"does not end within its {hours:,.3g} h, in which {found.steps_of_job:,} steps fit; "
+        f"does not end within its {hours:,.3g} h, in which {estimate.steps_of_job:,} steps fit; "
         f"raise launch.slurm.time or let launch.requeue go on"
     ]
 

@@ -242,9 +242,9 @@ def _check_names(
         if name not in (EVERY, PAIRS, *measured) or not (
             num_ranks > 1 if name == PAIRS else measured
         ):
-            what = f"over {name}" if name not in (EVERY, PAIRS) else "at all"
+            where = f"over {name}" if name not in (EVERY, PAIRS) else "at all"
             raise ConfigError(
-                f"--min-busbw {name or 'for all axes'}: nothing is measured {what}; name one of "
+                f"--min-busbw {name or 'for all axes'}: nothing is measured {where}; name one of "
                 f"the measured axes: {', '.join(measured) or 'none, because all have one rank'}"
             )
 

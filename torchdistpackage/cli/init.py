@@ -125,9 +125,11 @@ def _answers(
             "--model gpt|FOLDER|MODULE:FUNCTION, --where local|PARTITION, --procs N, --steps N"
         )
 
-    def answer(given: str | None, question: str, default: str, parse: Callable[[str], Any]) -> Any:
-        if given is not None or not on_terminal:
-            return parse(default if given is None else given)
+    def answer(
+        flag_value: str | None, question: str, default: str, parse: Callable[[str], Any]
+    ) -> Any:
+        if flag_value is not None or not on_terminal:
+            return parse(default if flag_value is None else flag_value)
 
         def checked(text: str) -> Any:
             try:

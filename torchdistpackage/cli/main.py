@@ -106,18 +106,18 @@ def _run(args: list[str]) -> int:
     # A shell that completes a line gives it in a variable: `tdp plan --pr`.
     words = os.environ.get("COMP_WORDS", os.environ.get("_TYPER_COMPLETE_ARGS", "")).split()[1:]
     words = words if "_TDP_COMPLETE" in os.environ else args
-    asked = next((word for word in words if not word.startswith("-")), "")
+    command = next((word for word in words if not word.startswith("-")), "")
     with ExitStack() as stack:
-        if asked != "train":  # its ranks write to both streams themselves
+        if command != "train":  # its ranks write to both streams themselves
             stack.enter_context(redirect_stderr(cast(TextIO, _Printable(sys.stderr))))
-            if asked not in _AS_IT_IS and not _FOLLOWS & set(args):
+            if command not in _AS_IT_IS and not _FOLLOWS & set(args):
                 stack.enter_context(redirect_stdout(cast(TextIO, _Printable(sys.stdout))))
-        return _run_command(asked, args)
+        return _run_command(command, args)
 
 
-def _run_command(asked: str, args: list[str]) -> int:
+def _run_command(command: str, args: list[str]) -> int:
     try:
-        _command(asked)(args, prog_name="tdp")
+        _command(command)(args, prog_name="tdp")
     except SystemExit as end:  # how typer ends, always with a number
         if isinstance(end.code, int):
             return end.code
@@ -153,8 +153,8 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-def _command(asked: str) -> TyperGroup:
-    """Return `tdp` with the command `asked`; other commands have only their line in the help."""
+def _command(command_name: str) -> TyperGroup:
+    """Return `tdp` with the command `command_name`; other commands only have their line in the help."""
     # Plain help and plain tracebacks: importing rich takes longer than making a plan.
     app = typer.Typer(
         pretty_exceptions_enable=False,
@@ -171,12 +171,12 @@ def _command(asked: str) -> TyperGroup:
     ) -> None:
         """Train with mixed parallelism from one YAML file, locally or under Slurm."""
 
-    if asked in COMMANDS:
-        command = resolve(f"torchdistpackage.cli.{asked}:{asked}")
+    if command_name in COMMANDS:
+        command = resolve(f"torchdistpackage.cli.{command_name}:{command_name}")
         if isinstance(command, typer.Typer):
-            app.add_typer(command, name=asked, help=COMMANDS[asked])
+            app.add_typer(command, name=command_name, help=COMMANDS[command_name])
         else:
-            app.command(asked)(command)
+            app.command(command_name)(command)
     group = typer.main.get_group(app)
     group.params.extend(get_install_completion_arguments())  # get_group leaves them out
     listed = {name: TyperCommand(name, help=text) for name, text in COMMANDS.items()}

@@ -77,6 +77,6 @@ def expect_all(call_name: str, group: Group, limit_s: float | None = None) -> No
         shown = ", ".join(map(str, absent[:_NAMED])) + ", ..." * (len(absent) > _NAMED)
         raise CommError(
             f"{call_name} is collective, but {len(absent)} of its {len(ranks)} ranks have not "
-            f"called it within {limit_s:g} s (ranks {shown}): call it on all ranks, even if only one of "
-            f"them saves or prints what it returns"
+            f"called it within {limit_s:g} s (ranks {shown}): call it on all ranks, even if only "
+            f"one of them saves or prints what it returns"
         ) from error

@@ -251,7 +251,7 @@ def _flat() -> dict[str, dict[str, str]]:
             flat[full] = {}
             full = full.rpartition(".")[0] or full
         full = f"{PACKAGE}.{path}" if path else PACKAGE
-        flat[full] = {name: place for place, held in names.items() for name in held}
+        flat[full] = {name: place for place, public_names in names.items() for name in public_names}
     return flat
 
 
@@ -260,8 +260,8 @@ MODULES = _flat()
 
 def announce(module: str, names: Names) -> None:
     """Look up `names` of a module of this package that is no old path in the same way."""
-    known = MODULES.setdefault(module, {})
-    known |= {name: place for place, held in names.items() for name in held}
+    module_names = MODULES.setdefault(module, {})
+    module_names |= {name: place for place, public_names in names.items() for name in public_names}
 
 
 announce(f"{PACKAGE}.parallel", {_BLOCKS: ("Transformer",)} | _SCHEDULER)
@@ -311,12 +311,12 @@ def lookup(module: str, name: str) -> object:
 
 def serve(module: ModuleType) -> None:
     """Give `module` the names of its old path, behind those that it has."""
-    own = vars(module).get("__getattr__")
+    own_getattr = vars(module).get("__getattr__")
 
     def find(name: str) -> object:
-        if own is not None:
+        if own_getattr is not None:
             try:
-                return own(name)
+                return own_getattr(name)
             except AttributeError:
                 full = module.__name__
                 if name not in MODULES[full] and f"{full}.{name}" not in MODULES:

@@ -107,11 +107,11 @@ def init_dist_env(
         local_rank = rendezvous.local_rank
     group = world()
     numbers = {"world_size": (world_size, group.size()), "rank": (rank, group.rank())}
-    for name, (asked, actual) in numbers.items():
-        if asked not in (-1, actual):
+    for name, (requested, actual) in numbers.items():
+        if requested not in (-1, actual):
             raise LaunchError(
-                f"init_dist_env({name}={asked}), but torch.distributed is already initialised with "
-                f"{name} {actual}; leave the number out, or call destroy_dist_env() before"
+                f"init_dist_env({name}={requested}), but torch.distributed is already initialised "
+                f"with {name} {actual}; leave the number out, or call destroy_dist_env() before"
             )
     if local_rank == -1 and "LOCAL_RANK" not in os.environ:
         hosts = primitives.gather_objects(socket.gethostname(), group)

@@ -310,8 +310,8 @@ def _section_of(path: Keys) -> type[Section] | None:
 def _unfit_section(path: str, value: object) -> str:
     if path == "model.lora" and value == {}:
         return NO_LAYERS
-    what = "a mapping of keys" if path else "a mapping of sections"
-    return f"wants {what} ({', '.join(SECTIONS[path].model_fields)}), got {_shown(value)}"
+    wanted = "a mapping of keys" if path else "a mapping of sections"
+    return f"wants {wanted} ({', '.join(SECTIONS[path].model_fields)}), got {_shown(value)}"
 
 
 def _unfit_value(path: Keys, value: object) -> str:

@@ -117,8 +117,8 @@ def _evaluation_is_of_our_data(c: RunConfig, world_size: int | None) -> str | No
             f"{', '.join(parts)} has no effect with data.target={data.target}, whose `batch` also "
             f"returns the validation data; remove it"
         )
-    if taken := sorted({"val", "val_loss"} & {*data.eval}):
-        problems.append(f"data.eval.{taken[0]}: this is the name of the validation; use another")
+    if reserved := sorted({"val", "val_loss"} & {*data.eval}):
+        problems.append(f"data.eval.{reserved[0]}: this is the name of the validation; use another")
     trains = [x.section for x in data.blend] or [data]
     is_bytes = trains[0].has_bytes
     for key, part in parts.items():

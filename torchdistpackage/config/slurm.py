@@ -240,15 +240,15 @@ def _problem_of_extra(name: str, value: Any) -> str | None:
         words = words_of(name, value)
     except ValueError as error:
         return f"is not a command: {error}; got {shown}"
-    if bad := [word for word in words if not word.replace("\t", " ").isprintable()]:
+    if bad := [argument for argument in words if not argument.replace("\t", " ").isprintable()]:
         return _UNPRINTABLE.format(repr(bad[0]))
-    for word in words if name == "srun" else ():
-        option = word.partition("=")[0]
+    for argument in words if name == "srun" else ():
+        option = argument.partition("=")[0]
         stated = option[2:] if option.startswith("--") else option[1:2]
-        if not word.startswith("-"):
-            return f"wants options, each a text that begins with a dash, got {word!r}"
+        if not argument.startswith("-"):
+            return f"wants options, each a text that begins with a dash, got {argument!r}"
         if stated in _SRUN_STATED:
-            return f"must not change the {_SRUN_STATED[stated]}, as {word} does; remove it"
+            return f"must not change the {_SRUN_STATED[stated]}, as {argument} does; remove it"
     return None
 
 

@@ -90,7 +90,7 @@ def keys_of(path: str) -> Keys:
 
 
 def read(
-    text: str, file: str, root: Keys = (), given: SourceLocation | None = None
+    text: str, file: str, root: Keys = (), override_at: SourceLocation | None = None
 ) -> "YamlDocument":
     """Read one YAML document; it never raises, but adds what is wrong to `problems`.
 
@@ -98,9 +98,9 @@ def read(
         text: the YAML text.
         file: name of its file, for problems.
         root: path of the value, if it is an override.
-        given: place of the override, whose own line numbers mean nothing.
+        override_at: place of the override; line numbers within its text mean nothing to a user.
     """
-    document = YamlDocument(file, given)
+    document = YamlDocument(file, override_at)
     if (size := len(text.encode(errors="surrogatepass"))) > MAX_BYTES:
         why = f"has {size:,} bytes, more than the {MAX_BYTES:,} allowed; write less"
         document.report(1, root, why)

@@ -103,13 +103,13 @@ def exclusive_device(env: Mapping[str, str]) -> bool:
     Raises:
         LaunchError: Slurm's task counts cannot be read.
     """
-    own, on_node = env.get("SLURM_STEP_GPUS", ""), env.get("SLURM_GPUS_ON_NODE", "")
+    step_gpus, on_node = env.get("SLURM_STEP_GPUS", ""), env.get("SLURM_GPUS_ON_NODE", "")
     node, tasks = env.get("SLURM_NODEID", ""), env.get("SLURM_STEP_TASKS_PER_NODE", "")
-    if not own or not tasks or not on_node.isdecimal() or not node.isdecimal():
+    if not step_gpus or not tasks or not on_node.isdecimal() or not node.isdecimal():
         return False
     if "TORCHELASTIC_RUN_ID" in env or "TDP_STORE" in env:
         return False
-    num_own, num_on_node, counts = len(own.split(",")), int(on_node), expand_counts(tasks)
+    num_own, num_on_node, counts = len(step_gpus.split(",")), int(on_node), expand_counts(tasks)
     if int(node) >= len(counts):
         return False
     return num_own < num_on_node and num_own * counts[int(node)] <= num_on_node
@@ -203,8 +203,8 @@ class RankDevice:
     def from_json(cls, text: str | bytes) -> Self:
         """Read the facts from `to_json`; skip facts that only another version knows."""
         # A rank of another version may say more, and must be understood to be refused for it.
-        known = {x.name for x in fields(cls)}
-        return cls(**{name: x for name, x in json.loads(text).items() if name in known})
+        field_names = {x.name for x in fields(cls)}
+        return cls(**{name: x for name, x in json.loads(text).items() if name in field_names})
 
 
 def disagreement(ranks: Sequence[RankDevice]) -> str:

@@ -124,7 +124,7 @@ def _local(env: Env) -> Rendezvous | None:
     numbers = _integers(
         env,
         ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-        found="TDP_STORE",
+        present="TDP_STORE",
         advice="unset TDP_STORE, which another run left behind",
     )
     return Rendezvous(
@@ -160,7 +160,7 @@ def _torchrun(env: Env) -> Rendezvous | None:
         ("RANK", "WORLD_SIZE", "MASTER_PORT")
         + (("LOCAL_RANK", "LOCAL_WORLD_SIZE") if knows_node else ()),
         texts=("MASTER_ADDR",),
-        found=next(n for n in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE") if n in env),
+        present=next(n for n in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE") if n in env),
         advice="set what is missing, start with `torchrun`, or unset RANK and WORLD_SIZE to run "
         "as one process",
     )
@@ -203,7 +203,7 @@ def _slurm(env: Env) -> Rendezvous | None:
             "SLURM_STEP_NUM_TASKS",
         ),
         texts=("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"),
-        found="SLURM_STEP_ID",
+        present="SLURM_STEP_ID",
         advice="start the ranks with `srun`, or unset SLURM_STEP_ID to run as one process",
     )
     counts = expand_counts(env["SLURM_STEP_TASKS_PER_NODE"])
@@ -267,12 +267,12 @@ LAUNCHERS: tuple[Callable[[Env], Rendezvous | None], ...] = (_local, _torchrun, 
 
 
 def _integers(
-    env: Env, names: Sequence[str], *, found: str, advice: str, texts: Sequence[str] = ()
+    env: Env, names: Sequence[str], *, present: str, advice: str, texts: Sequence[str] = ()
 ) -> list[int]:
-    """Return the values of `names`; these and `texts` must be set because `found` is."""
+    """Return the values of `names`; these and `texts` must be set because `present` is."""
     if missing := [name for name in (*names, *texts) if not env.get(name)]:
         raise LaunchError(
-            f"the environment has {found}={env[found]} but not {', '.join(missing)}; {advice}"
+            f"the environment has {present}={env[present]} but not {', '.join(missing)}; {advice}"
         )
     if wrong := [name for name in names if not _NUMBER.fullmatch(env[name])]:
         raise LaunchError(
@@ -286,7 +286,7 @@ def _integer(env: Env, name: str, *, default: int) -> int:
     """Return a variable as a number, or `default` if it is unset."""
     if not env.get(name):
         return default
-    return _integers(env, (name,), found=name, advice="correct or unset it")[0]
+    return _integers(env, (name,), present=name, advice="correct or unset it")[0]
 
 
 def _user_port(env: Env) -> tuple[int, ...]:

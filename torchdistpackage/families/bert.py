@@ -28,10 +28,10 @@ def _bert_embed(w: Weights, s: Settings, n: Sizes) -> None:
 
 def _bert_block(w: Weights, s: Settings, n: Sizes) -> None:
     heads = HeadSplit(n.heads)
-    own = ("hidden_states",)
+    own_inputs = ("hidden_states",)
     for name, inputs in (
-        ("attention", own),
-        ("crossattention", (*own, "encoder_hidden_states")),
+        ("attention", own_inputs),
+        ("crossattention", (*own_inputs, "encoder_hidden_states")),
     ):
         counts = {"num_attention_heads": "heads", "all_head_size": "width"}
         w.attention(f"{name}.self", n, inputs=inputs, **counts)

@@ -40,60 +40,60 @@ TRAINED = ("reformer",)
 _STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 
 
-def family(found: FoundModel) -> Family:
+def family(model: FoundModel) -> Family:
     """Return the table of a model as plans, layouts and builds ask for it."""
 
     def before(w: Weights, s: Settings, n: Sizes) -> None:
-        _list(w, found, [x for x in found.by_block.get("", ()) if found.is_before(x)])
+        _list(w, model, [x for x in model.by_block.get("", ()) if model.is_before(x)])
 
     def behind(w: Weights, s: Settings, n: Sizes) -> None:
-        _list(w, found, [x for x in found.by_block.get("", ()) if not found.is_before(x)])
-        for alias in found.aliases:  # a head that is the embedding too
+        _list(w, model, [x for x in model.by_block.get("", ()) if not model.is_before(x)])
+        for alias in model.aliases:  # a head that is the embedding too
             path = alias.rpartition(".")[0]
-            cut = found.table.layers.get(path)
+            cut = model.table.layers.get(path)
             if cut is not None and alias == f"{path}.weight":
                 w.split.layers[path] = replace(cut, weight=_along(cut.weight, w.axis))
 
     def block(w: Weights, s: Settings, n: Sizes) -> None:
-        _list(w, found, found.by_block.get(w.prefix, ()))
+        _list(w, model, model.by_block.get(w.prefix, ()))
 
     return Family(
-        {"max_position_embeddings": found.positions, "pad_token_id": None},
-        lambda _: found.sizes,
-        found.blocks,
+        {"max_position_embeddings": model.positions, "pad_token_id": None},
+        lambda _: model.sizes,
+        model.blocks,
         before,
         block,
         behind,
         "",
-        found.class_name,
-        lambda _: [] if found.refused is None else [found.refused],
+        model.class_name,
+        lambda _: [] if model.refused is None else [model.refused],
         output="",
         documents="not",
-        own_attention=found.own_attention,
-        aliases=found.aliases,
-        buffers=found.buffers,
-        unreached=found.unreached,
-        sides=found.around,
+        own_attention=model.own_attention,
+        aliases=model.aliases,
+        buffers=model.buffers,
+        unreached=model.unreached,
+        sides=model.around,
         folder="torchdistpackage.models.transformers_weights:ConvertedFolder",
-        auxiliary=found.auxiliary,
-        shared_experts=found.shared_experts,
-        top_k=found.top_k,
+        auxiliary=model.auxiliary,
+        shared_experts=model.shared_experts,
+        top_k=model.top_k,
         uses_is_causal=False,
         deals_heads=False,
-        unshared=found.uncut,
-        unstaged=found.unstaged,
-        splits_head=found.splits_head,
+        unshared=model.uncut,
+        unstaged=model.unstaged,
+        splits_head=model.splits_head,
         splits_sequence=False,
-        order=lambda _: found.order,
+        order=lambda _: model.order,
         cache="torchdistpackage.models.transformers_cache:tried_cache",
     )
 
 
-def _list(w: Weights, found: FoundModel, names: Iterable[str]) -> None:
+def _list(w: Weights, model: FoundModel, names: Iterable[str]) -> None:
     """List these parameters, and the layers and modules of `found.table` that they belong to."""
-    table = found.table
+    table = model.table
     for name in names:
-        weight, (path, _, last) = found.parameters[name], name.rpartition(".")
+        weight, (path, _, last) = model.parameters[name], name.rpartition(".")
         layout = _along(weight.layout, w.axis)
         w.add(name.removeprefix(w.prefix), replace(weight, layout=layout))
         if path in table.experts:
@@ -114,14 +114,14 @@ def _along(layout: Layout, axis: str) -> Layout:
     return replace(layout, split=split, unreduced=tuple(names.get(x, x) for x in layout.unreduced))
 
 
-def split_as(found: FoundModel, table: SplitTable) -> FoundModel:
-    """Return `found` with its parameters split as the layers of `table` that they belong to.
+def split_as(model: FoundModel, table: SplitTable) -> FoundModel:
+    """Return `model` with its parameters split as the layers of `table` that they belong to.
 
     The layers of the result are listed in the order of the parameters.
     """
     parameters: dict[str, Weight] = {}
     layers: dict[str, LayerCut] = {}
-    for name, weight in found.parameters.items():
+    for name, weight in model.parameters.items():
         path, _, last = name.rpartition(".")
         layout = weight.layout
         if path in table.experts:
@@ -140,9 +140,9 @@ def split_as(found: FoundModel, table: SplitTable) -> FoundModel:
             layers[path] = replace(table.layers[path], weight=layout)
     # a head that is the embedding too has no parameter of its own
     layers |= {path: cut for path, cut in table.layers.items() if path not in layers}
-    experts = {} if found.shared_experts else table.experts
+    experts = {} if model.shared_experts else table.experts
     listed = replace(table, layers=layers, experts=experts)
-    return replace(found, parameters=parameters, table=listed)
+    return replace(model, parameters=parameters, table=listed)
 
 
 def is_stacked(name: str, shape: tuple[int, ...]) -> bool:

@@ -67,15 +67,15 @@ def _head(w: Weights, s: Settings, n: Sizes) -> None:
 
 
 def _problems(s: Settings) -> list[str]:
-    found: list[str] = []
+    problems: list[str] = []
     if s["word_embed_proj_dim"] not in (None, s["hidden_size"]):
-        found.append(
+        problems.append(
             f"word_embed_proj_dim is {s['word_embed_proj_dim']}; only that of hidden_size, "
             f"{s['hidden_size']}, can be cut"
         )
     if s["layerdrop"]:
-        found.append(f"layerdrop is {s['layerdrop']}; stages run all their blocks: set it to 0")
-    return found
+        problems.append(f"layerdrop is {s['layerdrop']}; stages run all their blocks: set it to 0")
+    return problems
 
 
 OPT = Family(

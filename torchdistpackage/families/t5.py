@@ -40,8 +40,11 @@ def _t5_embed(w: Weights, s: Settings, n: Sizes) -> None:
 
 def _t5_block(w: Weights, s: Settings, n: Sizes) -> None:
     heads, width = HeadSplit(n.heads), n.heads * n.head_dim
-    own = ("hidden_states",)
-    for name, inputs in (("SelfAttention", own), ("EncDecAttention", (*own, "key_value_states"))):
+    own_inputs = ("hidden_states",)
+    for name, inputs in (
+        ("SelfAttention", own_inputs),
+        ("EncDecAttention", (*own_inputs, "key_value_states")),
+    ):
         w.attention(name, n, inputs=inputs, n_heads="heads", inner_dim="width")
         for layer in ("q", "k", "v"):
             w.column(f"{name}.{layer}", width, n.dim, heads)

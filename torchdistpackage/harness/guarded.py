@@ -95,11 +95,11 @@ class GuardedThread:
         run = contextvars.copy_context().run
         threading.Thread(target=run, args=(self._go,), name="guarded", daemon=True).start()
 
-    def begin(self, what: str, ranks: tuple[int, ...]) -> None:
+    def begin(self, step_name: str, ranks: tuple[int, ...]) -> None:
         """Begin a step of `ranks`; called in the thread."""
         if self._is_left:
-            raise CommError(f"{what}: the rank has given up")
-        self._step = _Step(self._step.number + 1, what, ranks, time.monotonic())
+            raise CommError(f"{step_name}: the rank has given up")
+        self._step = _Step(self._step.number + 1, step_name, ranks, time.monotonic())
 
     def report(
         self, is_alarmed: Callable[[], bool], *, step_s: float, settle_s: float, look_s: float

@@ -233,12 +233,12 @@ def _round(cell: Measurement, part: Round, request: Request, begin: Begin) -> li
     """
     begin(cell, part)
     number = request.iterations
-    mine = next((unit for unit in part if tpc.rank in unit), None)
+    own_unit = next((unit for unit in part if tpc.rank in unit), None)
     wrong, seconds = "", [0.0] * (KEPT * number)
     everybody = sync_all() if len(part) > 1 else None
-    if mine is not None:
+    if own_unit is not None:
         group = tpc.get_group("global" if cell.axis == PAIRS else cell.axis)
-        member = GroupMember(group, mine, tpc.rank)
+        member = GroupMember(group, own_unit, tpc.rank)
         together = everybody or sync(cell.operation, member)
         wrong, seconds = _run(cell, member, request, together)
     elif everybody is not None:

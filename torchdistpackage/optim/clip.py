@@ -219,8 +219,8 @@ def grad_norms(grads: Sequence[Tensor], norm_type: float, device: torch.device) 
     norms: list[Tensor] = [grads[0]] * len(grads)
     for kind in kinds:
         places = [i for i, grad in enumerate(grads) if (grad.dtype, grad.device) == kind]
-        found = _norms_of([grads[i] for i in places], norm_type)
-        for i, norm in zip(places, found, strict=True):
+        group_norms = _norms_of([grads[i] for i in places], norm_type)
+        for i, norm in zip(places, group_norms, strict=True):
             norms[i] = norm.to(device, wide)
     return torch.stack(norms)
 

@@ -134,8 +134,8 @@ class GradScaler(torch.amp.GradScaler):
         if not self._found_inf_per_device(optimizer):
             self.unscale_(optimizer)
         (found_inf,) = self._found_inf_per_device(optimizer).values()
-        self._taken[id(optimizer)] = taken = found_inf.item() == 0
-        if taken:
+        self._taken[id(optimizer)] = is_finite = found_inf.item() == 0
+        if is_finite:
             return optimizer.step(**kwargs)
         culprits = nonfinite_report(first_nonfinite(named_gradients(optimizer)), self._group)
         if self._group.rank() == 0:

@@ -76,8 +76,8 @@ def _clipping(torch_function: Any) -> Any:
         every = [tensors] if isinstance(tensors, Tensor) else tensors
         groups = groups_of(every)
         if not groups and not any(place_of(p) is not None for p in every):
-            given = tensors if tensors else parameters  # torch warns of an empty generator
-            return torch_function(given, max_norm, norm_type, error_if_nonfinite, foreach)
+            clipped = tensors if tensors else parameters  # torch warns of an empty generator
+            return torch_function(clipped, max_norm, norm_type, error_if_nonfinite, foreach)
         group = groups[0] if len(groups) == 1 else None
         if len(groups) > 1 and tpc.is_set:
             group = tpc.get_group("model")
@@ -103,14 +103,14 @@ def _replace_check_of_scaler() -> None:
     def _unscale_grads_(
         self: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        found = torch_method(self, optimizer, inv_scale, found_inf, allow_fp16)
+        flags_by_device = torch_method(self, optimizer, inv_scale, found_inf, allow_fp16)
         for group in groups_of(p for some in optimizer.param_groups for p in some["params"]):
             where = primitives.device_of(group)
-            own = (flag.to(where) for flag in found.values())
-            flags = [torch.zeros((), dtype=torch.float32, device=where), *own]
+            own_flags = (flag.to(where) for flag in flags_by_device.values())
+            flags = [torch.zeros((), dtype=torch.float32, device=where), *own_flags]
             flag = primitives.all_reduce(torch.stack(flags).amax(), group, primitives.MAX)
-            found = {d: flag.to(d) for d in found or (found_inf.device,)}
-        return found
+            flags_by_device = {d: flag.to(d) for d in flags_by_device or (found_inf.device,)}
+        return flags_by_device
 
     kind._unscale_grads_ = _unscale_grads_
 

@@ -76,22 +76,22 @@ def tables(runs: Sequence[Run]) -> list[Table]:
 
     head = ["run"] if several else []
     starts = [named(run, row) for run in runs for row in _start_rows(run)]
-    found = [
+    every = [
         Table(
             "starts", "Starts", "Each start of the run, and how it ended.",
             [*head, "start", "began", "ended", "steps", "ranks", "on", "end", "cause"], starts,
         )
     ]  # fmt: skip
     if several:
-        found.append(Table("differs", "What differs", "Keys whose values differ between the runs.",
+        every.append(Table("differs", "What differs", "Keys whose values differ between the runs.",
                            ["key", *names], _differences(runs)))  # fmt: skip
     changed = [named(run, row) for run in runs for row in _changes(run)]
     if changed:
-        found.append(Table("changed", "Changed between starts", "Keys that a start set anew.",
+        every.append(Table("changed", "Changed between starts", "Keys that a start set anew.",
                            [*head, "key", "start", "was", "became", "written at"],
                            changed))  # fmt: skip
     ranks = [named(run, row) for run in runs for row in _rank_rows(run)]
-    found.append(Table("ranks", "Ranks", "Where each rank is along the axes, as last measured.",
+    every.append(Table("ranks", "Ranks", "Where each rank is along the axes, as last measured.",
                        [*head, "rank", "coordinates", "on", "busy", "peak memory"],
                        ranks))  # fmt: skip
     saves = [
@@ -99,18 +99,18 @@ def tables(runs: Sequence[Run]) -> list[Table]:
                     "kept" if s.kept else "removed"))
         for run in runs for s in run.saves
     ]  # fmt: skip
-    found.append(Table("saves", "Checkpoints", "When each was complete, and the seconds it took.",
+    every.append(Table("saves", "Checkpoints", "When each was complete, and the seconds it took.",
                        [*head, "step", "complete", "seconds", "now"], saves))  # fmt: skip
     warned = [named(run, row) for run in runs for row in run.warnings]
-    found.append(Table("warnings", "Warnings", "Slow ranks, numbers that are not finite, notes.",
+    every.append(Table("warnings", "Warnings", "Slow ranks, numbers that are not finite, notes.",
                        [*head, "where", "what"], warned))  # fmt: skip
     for run in runs:
         of = f" of {run.name}" if several else ""
         rows = [(k, _text(v), run.places.get(k, "default")) for k, v in run.config.items()]
         note = "Every key of the run, and where its value was written."
-        found.append(Table(f"config-{run.name}", f"Configuration{of}", note,
+        every.append(Table(f"config-{run.name}", f"Configuration{of}", note,
                            ["key", "value", "written at"], rows))  # fmt: skip
-    return [table for table in found if table.rows]
+    return [table for table in every if table.rows]
 
 
 def _start_rows(run: Run) -> list[list[str]]:

@@ -31,12 +31,14 @@ def text(x: float, y: float, words: str, *, anchor: str = "start", fill: str = "
     return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{fill}">{escape(words)}</text>'
 
 
-def box(x: float, y: float, size: tuple[float, float], fill: str, said: str, **data: object) -> str:
-    """A filled rectangle. said: shown under the pointer. data: attributes for those who read it."""
+def box(
+    x: float, y: float, size: tuple[float, float], fill: str, tooltip: str, **data: object
+) -> str:
+    """Return a filled rectangle. tooltip: shown under the pointer. data: data-* attributes."""
     more = "".join(f' data-{key}="{escape(str(value))}"' for key, value in data.items())
     return (
         f'<rect x="{x:g}" y="{y:g}" width="{size[0]:g}" height="{size[1]:g}" fill="{fill}" '
-        f'stroke="white"{more}><title>{escape(said)}</title></rect>'
+        f'stroke="white"{more}><title>{escape(tooltip)}</title></rect>'
     )
 
 

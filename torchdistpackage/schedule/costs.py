@@ -194,13 +194,13 @@ def read_costs(path: str | Path) -> CostsFile:
     return costs
 
 
-def read_text(path: Path, what: str) -> str:
+def read_text(path: Path, noun: str) -> str:
     """Return the text of a file of at most MAX_BYTES; raise ScheduleError if it cannot be read."""
     try:
         return read_regular(path, MAX_BYTES).decode("utf-8-sig")
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise ScheduleError(f"{path} cannot be read: {why}; name a {what}") from error
+        raise ScheduleError(f"{path} cannot be read: {why}; name a {noun}") from error
 
 
 class _CostsLoader(BoundedLoader):

@@ -172,9 +172,9 @@ def _row(index: int, row: tuple[Span, ...], top: int, px: float) -> list[str]:
     for span in row:
         action, wait = span.action, span.action.kind.is_message
         x, box = LEFT_PX + span.start * px, (span.end - span.start) * px
-        what = "wait" if wait else "action"
+        attribute = "wait" if wait else "action"
         parts.append(
-            f'<rect data-{what}="{action}" x="{x:g}" y="{top}" width="{box:g}" '
+            f'<rect data-{attribute}="{action}" x="{x:g}" y="{top}" width="{box:g}" '
             f'height="{BOX_PX}" fill="{fills[action.stage, action.kind]}" stroke="white">'
             f"<title>{action}: {span.start:.6g} to {span.end:.6g}</title></rect>"
         )
@@ -247,7 +247,7 @@ def _png(panels: Panels) -> bytes:
         axes.set_yticks(ranks, [f"pipe {rank}" for rank in ranks])
         axes.invert_yaxis()
         axes.set_xlim(0, max(t.total for t in timelines) or 1)
-    patches = [Patch(color=colour, label=word) for word, colour in legend(timelines).items()]
+    patches = [Patch(color=colour, label=label) for label, colour in legend(timelines).items()]
     figure.legend(handles=patches, loc="outside right upper", fontsize=8)
     buffer = BytesIO()
     figure.savefig(buffer, format="png")
@@ -277,8 +277,8 @@ def trace(timeline: Timeline, measured: Timeline | None = None) -> str:
             names.append(("thread_name", f"pipe {rank}", rank))
             events += (slice_event(span, process, rank) for span in row)
         events += (
-            {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": text}}
-            for what, text, thread in names
+            {"ph": "M", "name": event, "pid": process, "tid": thread, "args": {"name": text}}
+            for event, text, thread in names
         )
         tracks = ({"pid": process, "tid": rank} for rank in range(len(shown.spans)))
         events += message_arrows(zip(tracks, shown.spans, strict=True), str(process))

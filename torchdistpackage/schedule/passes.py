@@ -76,7 +76,9 @@ def _check_complete(schedule: Schedule, *, messages: bool) -> None:
             if a.stage < p and placement[a.stage] != i
         },
     }
-    if texts := [f"{what}: {_some(actions)}" for what, actions in problems.items() if actions]:
+    if texts := [
+        f"{problem}: {_some(actions)}" for problem, actions in problems.items() if actions
+    ]:
         raise ScheduleError(
             f"{schedule.name} with {p} stages, {schedule.num_microbatches} microbatches: "
             f"{'; '.join(texts)}"

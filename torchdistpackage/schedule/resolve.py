@@ -220,10 +220,10 @@ def _fitting(
         ("microbatches", num_microbatches, schedule.num_microbatches),
         ("stages", chunks and chunks * num_ranks, schedule.num_stages),
     )
-    for what, expected, actual in comparisons:
+    for quantity, expected, actual in comparisons:
         if expected is not None and expected != actual:
             raise ScheduleError(
-                f"schedule {schedule.name} is of {actual} {what}, asked are {expected}; give "
+                f"schedule {schedule.name} is of {actual} {quantity}, asked are {expected}; give "
                 f"one that fits"
             )
     if not any(a.kind.is_message for program in schedule.programs for a in flatten(program)):

@@ -88,17 +88,17 @@ def _along(mesh: Mesh, ranks: Sequence[int]) -> tuple[str, bool]:
 # -- findings in words ---------------------------------------------------------------------
 
 
-def disagreement(found: Disagreement, name: Name) -> Finding:
+def disagreement(mismatch: Disagreement, name: Name) -> Finding:
     """Return the finding about two members of a group that differ where they should do the same."""
-    first, second = sorted((found.first, found.second), key=lambda end: _entry(end).rank)
+    first, second = sorted((mismatch.first, mismatch.second), key=lambda end: _entry(end).rank)
     group, first_rank, second_rank = _entry(first).group, _entry(first).rank, _entry(second).rank
     if isinstance(first, P2POp) and isinstance(second, P2POp):
         head = (
             f"on {group} {name(first_rank)} has posted {first.call} {_towards(first, name)}, but "
             f"{name(second_rank)} {second.call} {_towards(second, name)}"
         )
-    elif found.what:
-        head = f"{name(first_rank)} and {name(second_rank)} disagree on {group}: {found.what}"
+    elif mismatch.what:
+        head = f"{name(first_rank)} and {name(second_rank)} disagree on {group}: {mismatch.what}"
     else:
         head = (
             f"call {_entry(first).number} of {group} is {first.call} on {name(first_rank)}, but "
@@ -224,16 +224,16 @@ def _told(board: Matcher, path: Path, kind: str, name: Name) -> Finding:
     lines = [head]
     for entry, needed, message in path:
         rank = needed.rank if isinstance(needed, PendingOp) else needed
-        what = _spoken(entry, name, message)
+        call = _spoken(entry, name, message)
         does = "waits in" if board.waiting.get(entry.rank) is entry else "has issued"
         if rank == entry.rank:
-            line = f"{does} {what}, which stands behind an earlier call of its own"
+            line = f"{does} {call}, which stands behind an earlier call of its own"
         elif isinstance(needed, PendingOp):
-            line = f"{does} {what}, to which {name(rank)} comes after a call that is not done:"
+            line = f"{does} {call}, to which {name(rank)} comes after a call that is not done:"
         elif entry.call is not None:
-            line = f"{does} {what}, which {name(rank)} has not entered"
+            line = f"{does} {call}, which {name(rank)} has not entered"
         else:
-            line = f"{does} {what}, the other end of which {name(rank)} has not come to"
+            line = f"{does} {call}, the other end of which {name(rank)} has not come to"
         if needed in board.ended and kind == "missing":
             line += ", and it has returned"
         lines.append(f"  {name(entry.rank)} {line}")

@@ -357,20 +357,20 @@ def worlds() -> Iterator[_Worlds]:
     """Give threads that `enter` a world of torch.distributed of their own inside the block."""
     if not _one_at_a_time.acquire(blocking=False):
         raise CommError("a lint is running in this process; begin the next one when it has ended")
-    own, hook = distributed_c10d._world, sys.excepthook
+    own_world, hook = distributed_c10d._world, sys.excepthook
     method = distributed_c10d._default_pg_init_method
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode
-    worlds_of_threads = _Worlds(own)
+    worlds_of_threads = _Worlds(own_world)
     try:
         distributed_c10d._world = worlds_of_threads  # type: ignore[assignment]
         isolate(True)
         yield worlds_of_threads
     finally:
         isolate(False)
-        distributed_c10d._world = own
+        distributed_c10d._world = own_world
         distributed_c10d._default_pg_init_method = method
         sys.excepthook = hook
-        rank = own.default_pg.rank() if own.default_pg is not None else -1
+        rank = own_world.default_pg.rank() if own_world.default_pg is not None else -1
         torch._C._distributed_c10d._set_global_rank(rank)
         _one_at_a_time.release()
 

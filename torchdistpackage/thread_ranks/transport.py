@@ -212,8 +212,8 @@ class ThreadGroup(OwnGroup):
         num_messages = 1
         if batch is not None:
             if self._batch is not None and self._batch[0] is batch:
-                _, entry, left = self._batch
-                self._batch = (batch, entry, left - 1) if left > 1 else None
+                _, entry, num_left = self._batch
+                self._batch = (batch, entry, num_left - 1) if num_left > 1 else None
                 return entry
             num_messages = len(batch.f_locals["p2p_op_list"])  # type: ignore[attr-defined]
         entry = PendingOp(
@@ -331,7 +331,9 @@ def _check_split(entries: Sequence[PendingOp]) -> None:
     """
     lists: list[tuple[int, ...]] = [entry.payload for entry in entries]  # type: ignore[misc]
     for first, ranks in zip(entries, lists, strict=True):
-        came = tuple(e.rank for e, asked in zip(entries, lists, strict=True) if asked == ranks)
+        came = tuple(
+            e.rank for e, listed_ranks in zip(entries, lists, strict=True) if listed_ranks == ranks
+        )
         if missing := [rank for rank in ranks if rank not in came]:
             other = entries[missing[0]]
             does = lists[other.rank]

@@ -66,9 +66,9 @@ class SavedTensorRun:
         self._hooks.__exit__()
         # what only a dropped part of the graph had saved is gone
         self._alive = {
-            key: held
-            for key, held in self._alive.items()
-            if key not in self._model and not held[0].expired()
+            key: tensors
+            for key, tensors in self._alive.items()
+            if key not in self._model and not tensors[0].expired()
         }
 
     def close(self, module: nn.Module) -> None:

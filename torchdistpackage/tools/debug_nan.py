@@ -134,8 +134,8 @@ class NonFiniteWatch:
         bad = [(name, "parameter") for name in _bad_parameters(self._model)]
         grads = ((n, p.grad) for n, p in self._model.named_parameters() if p.grad is not None)
         bad += [(name, "gradient") for name, grad in grads if not check_tensor_inf_nan(grad)]
-        for name, what in bad:
-            self._found(NonFiniteOrigin(self._rank, self.step, name, "", what))
+        for name, kind in bad:
+            self._found(NonFiniteOrigin(self._rank, self.step, name, "", kind))
         return not bad
 
     def register(self) -> None:
@@ -221,14 +221,14 @@ def _bad_parameters(model: nn.Module) -> list[str]:
     return [name for name, x in model.named_parameters() if not check_tensor_inf_nan(x)]
 
 
-def _report(module_name: str, what: str, value: object, *, raises: bool) -> None:
+def _report(module_name: str, kind: str, value: object, *, raises: bool) -> None:
     """Log a value that is not finite, and raise if `raises`."""
     if check_tensors(value):
         return
-    text = f"rank {_rank()}: {module_name} {what} contains nan/inf!"
+    text = f"rank {_rank()}: {module_name} {kind} contains nan/inf!"
     _log.warning("%s", text)
     if raises:
-        raise NonFiniteError(f"{text} Look at this module, whose {what} is the first so far")
+        raise NonFiniteError(f"{text} Look at this module, whose {kind} is the first so far")
 
 
 def _rank() -> int:

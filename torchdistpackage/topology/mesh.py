@@ -361,10 +361,10 @@ def topology(sizes: Axes, world_size: int, *, expert: int = 1) -> Topology:
             group that follows from the others.
     """
     axes = _pairs(sizes)
-    if taken := [name for name, _ in axes if name in ("model", "global", *ALIASES)]:
+    if reserved := [name for name, _ in axes if name in ("model", "global", *ALIASES)]:
         raise TopologyError(
-            f"{taken[0]!r} is no axis: that group follows from the axes; leave it out"
-            + ", and give expert= for the ranks that share the experts" * (taken[0] in ALIASES)
+            f"{reserved[0]!r} is no axis: that group follows from the axes; leave it out"
+            + ", and give expert= for the ranks that share the experts" * (reserved[0] in ALIASES)
         )
     left_open = [name for name, size in axes if size in (None, -1, "auto")]
     if len(left_open) > 1:

@@ -99,8 +99,8 @@ def _alpaca_messages(value: dict[str, Any], where: str) -> list[dict[str, Any]]:
         if not (isinstance(turn, list) and len(cast(list[Any], turn)) == 2):
             raise DataError(f"{where}: {HISTORY} has to be a list of [question, answer]")
         turns.append((turn[0], turn[1]))
-    asked = [x for key in (INSTRUCTION, INPUT) if (x := _text(value, key, where))]
-    turns.append(("\n".join(asked), value.get(OUTPUT)))
+    questions = [x for key in (INSTRUCTION, INPUT) if (x := _text(value, key, where))]
+    turns.append(("\n".join(questions), value.get(OUTPUT)))
     return [
         {"role": role, "content": text}
         for turn in turns

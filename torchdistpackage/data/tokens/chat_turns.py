@@ -158,16 +158,16 @@ class TurnFinder:
 
     def _prompt(self, i: int) -> str:
         """Return the generation prompt behind the messages before `i`."""
-        plain, asked = self._upto(i), self._upto(i, add_generation_prompt=True)
-        return self._added(plain, asked)
+        plain, prompted = self._upto(i), self._upto(i, add_generation_prompt=True)
+        return self._added(plain, prompted)
 
     def _prompt_of(self, chat: list[Message]) -> str:
         return self._added(self._try(chat), self._try(chat, add_generation_prompt=True))
 
-    def _added(self, plain: str | None, asked: str | None) -> str:
-        if plain is None or asked is None:
+    def _added(self, plain: str | None, prompted: str | None) -> str:
+        if plain is None or prompted is None:
             return ""
-        return asked[len(self._common(plain, asked)) :]
+        return prompted[len(self._common(plain, prompted)) :]
 
     @cached_property
     def _after_users(self) -> list[list[Message]]:

@@ -329,14 +329,14 @@ def is_compiled(module: nn.Module) -> bool:
 def eager_parts(module: nn.Module) -> Iterator[nn.Module]:
     """Yield a module and its submodules, without those inside compiled ones."""
     seen: set[nn.Module] = set()
-    left = [module]
-    while left:
-        m = left.pop()
+    pending = [module]
+    while pending:
+        m = pending.pop()
         if m not in seen:
             seen.add(m)
             yield m
             if not is_compiled(m):
-                left.extend(reversed(list(m.children())))
+                pending.extend(reversed(list(m.children())))
 
 
 def may_overlap(module: nn.Module | None, stage: int) -> bool:

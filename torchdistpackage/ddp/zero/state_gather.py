@@ -71,13 +71,16 @@ class GatherItem:
 
 
 def gather_states(
-    mine: Sequence[tuple[ParamPartition, State]], *, to: int | None = None, cpu: bool = False
+    local_states: Sequence[tuple[ParamPartition, State]],
+    *,
+    to: int | None = None,
+    cpu: bool = False,
 ) -> dict[Hashable, State]:
-    """Return the gathered state of each parameter, by its position in `mine`.
+    """Return the gathered state of each parameter, by its position in `local_states`.
 
     All ranks call it. It needs memory for the result and one batch.
 
-    mine: each parameter with this rank's part of its state.
+    local_states: each parameter with this rank's shard of its state.
     to: index, in each sharding group, of the rank that gets the state; default: all ranks get it.
     cpu: put tensors on the CPU; otherwise they are on the parameter's device, or on the CPU if they
         were offloaded.
@@ -86,18 +89,18 @@ def gather_states(
         CheckpointError: ranks hold different kinds of state for one parameter.
         CommError: `to` is not an index in a group.
     """
-    states: dict[Hashable, State] = {i: {} for i in range(len(mine))}
-    number = {id(partition): i for i, (partition, _) in enumerate(mine)}
+    states: dict[Hashable, State] = {i: {} for i in range(len(local_states))}
+    number = {id(partition): i for i, (partition, _) in enumerate(local_states)}
     for group, partitions in for_each_group(
-        partition for partition, _ in mine if partition.bounds[-1]
+        partition for partition, _ in local_states if partition.bounds[-1]
     ):
         receives = to is None or group.rank() == to
         members = [number[id(p)] for p in partitions]
-        entries = exchange_schema(group, {i: mine[i] for i in members})
+        entries = exchange_schema(group, {i: local_states[i] for i in members})
         waiting: list[tuple[int, StateEntry]] = []
         items: list[GatherItem] = []
         for i in members:
-            partition, state = mine[i]
+            partition, state = local_states[i]
             for entry in entries[i]:
                 if entry.dtype is not None and entry.value is None:
                     waiting.append((i, entry))
@@ -109,7 +112,7 @@ def gather_states(
         for (i, entry), flat in zip(waiting, batched_gather(items, group, to), strict=True):
             if flat is not None:
                 flat = flat.cpu() if cpu or entry.on_cpu else flat
-                partition = mine[i][0]
+                partition = local_states[i][0]
                 states[i][entry.key] = (
                     partition.shaped(flat) if entry.shape is None else flat.view(entry.shape)
                 )
@@ -117,25 +120,25 @@ def gather_states(
 
 
 def exchange_schema(
-    group: Group, mine: Mapping[int, tuple[ParamPartition, State]]
+    group: Group, local_states: Mapping[int, tuple[ParamPartition, State]]
 ) -> dict[int, StateEntries]:
     """Return the state entries that the owners of each parameter have."""
     # one object for equal entries, which pickle then writes once
     unique: dict[StateEntries, StateEntries] = {}
     sent: list[StateEntries | None] = []
-    for partition, state in mine.values():
+    for partition, state in local_states.values():
         own_entries = tuple(entry_of(partition, key, value) for key, value in state.items())
         if all(isinstance(entry.value, _PLAIN) for entry in own_entries):
             own_entries = unique.setdefault(own_entries, own_entries)
         sent.append(None if partition.mine is None else own_entries)
     of_ranks = gather_objects(sent, group)
     result: dict[int, StateEntries] = {}
-    for i, of_one in zip(mine, zip(*of_ranks, strict=True), strict=True):
+    for i, of_one in zip(local_states, zip(*of_ranks, strict=True), strict=True):
         owned = [entries for entries in of_one if entries is not None]
         layouts = {tuple((f.key, f.dtype, f.shape) for f in entries) for entries in owned}
         if len(layouts) > 1:
             raise CheckpointError(
-                f"ranks {ranks_of(group)} have different state for {mine[i][0].name}: "
+                f"ranks {ranks_of(group)} have different state for {local_states[i][0].name}: "
                 f"{' and '.join(sorted(map(str, layouts)))}; step them together, or let one rank "
                 f"own whole parameters (whole=True)"
             )

@@ -24,8 +24,8 @@ def picture(report: BenchReport) -> str:
     width, y = float(_LEFT + _PANEL_WIDTH + 250), 26.0
     parts.append(text(12, 18, f"{report.backend} on {len(report.hosts)} ranks, {report.date}"))
     if report.pairs is not None:
-        for names, of, what in _matrices(report):
-            drawn, size = _heat_map(report.pairs, names, of, what)
+        for names, of, title in _matrices(report):
+            drawn, size = _heat_map(report.pairs, names, of, title)
             parts += _moved(drawn, y)
             width, y = max(width, size + 40), y + size + 30
     kinds = dict.fromkeys((row.axis, row.link) for row in report.rows)
@@ -52,7 +52,7 @@ def _matrices(report: BenchReport) -> Iterator[tuple[Sequence[str], Callable[[in
 
 
 def _heat_map(
-    pairs: Pairs, names: Sequence[str], of: Callable[[int], int], what: str
+    pairs: Pairs, names: Sequence[str], of: Callable[[int], int], kind: str
 ) -> tuple[list[str], float]:
     """The parts, and their height. A cell is the slowest pair between two, so that one slow card or
     cable is seen."""
@@ -64,7 +64,7 @@ def _heat_map(
             cells[one] = min(cells.get(one, speed_and_pair), speed_and_pair)
     speeds = [speed for speed, _ in cells.values()]
     least, most = min(speeds, default=0.0), max(speeds, default=0.0)
-    title = f"GB/s between {what}, both ways at once, {size_text(pairs.size_bytes)}: the slowest"
+    title = f"GB/s between {kind}, both ways at once, {size_text(pairs.size_bytes)}: the slowest"
     parts = [text(12, 14, f"{title} pair of ranks")]
     for (a, b), (speed, pair) in sorted(cells.items()):
         x, y = _LEFT + b * _CELL, 24 + a * _CELL

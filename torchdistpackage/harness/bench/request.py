@@ -101,19 +101,19 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-def parse_names(text: str, what: str, names: Collection[str]) -> tuple[str, ...]:
+def parse_names(text: str, noun: str, names: Collection[str]) -> tuple[str, ...]:
     """Return the names between commas in the text, each once; all must be among `names`.
 
     Raises:
         ConfigError: there is no such name; lists those there are.
     """
-    parts = parts_of(text, what)
+    parts = parts_of(text, noun)
     for part in parts:
         if part not in names:
             close = nearest(part, names)
             meant = f" (did you mean {close}?)" if close else ""
             raise ConfigError(
-                f"there is no {what} {part!r}{meant}; the names are {', '.join(names)}"
+                f"there is no {noun} {part!r}{meant}; the names are {', '.join(names)}"
             )
     return tuple(dict.fromkeys(parts))
 
@@ -136,11 +136,11 @@ def _size(text: str) -> int:
     return int(size_bytes)
 
 
-def parts_of(text: str, what: str) -> Sequence[str]:
+def parts_of(text: str, noun: str) -> Sequence[str]:
     """Return the parts of a text between commas; raises ConfigError if there are none."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
-        raise ConfigError(f"no {what} is named in {text!r}; write one, or several with commas")
+        raise ConfigError(f"no {noun} is named in {text!r}; write one, or several with commas")
     return parts
 
 

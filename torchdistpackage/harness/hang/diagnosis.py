@@ -254,14 +254,14 @@ class Hang:
         """`all_reduce float32[4] (rank 0)`, `broadcast float32[4] (ranks 1, 2)`."""
         call = wait.call
         parties = call.ranks if call.peer is None else (wait.rank, call.peer)
-        known = [
+        waiting = [
             (other.call, other.rank)
             for other in self.waits
             if other.call.numbered == call.numbered and other.rank in parties
         ]
-        if wait.other is not None and wait.other.called not in {each.called for each, _ in known}:
-            known += [(wait.other, rank) for rank in wait.behind]
-        return versions(known)
+        if wait.other is not None and wait.other.called not in {each.called for each, _ in waiting}:
+            waiting += [(wait.other, rank) for rank in wait.behind]
+        return versions(waiting)
 
     def _unexplained(self) -> Suspect:
         """All answer, and no rank is known to be waited for: then the stacks decide.
@@ -276,15 +276,15 @@ class Hang:
         alike = grouped((loop_of(self.dumps[rank].stacks), rank) for rank in unexplained)
         num = min(map(len, alike.values()))
         first, *more = sorted(r for ranks in alike.values() if len(ranks) == num for r in ranks)
-        taken = f"in a step that has taken {self.dumps[first].over_s:.0f} s"
+        duration_text = f"in a step that has taken {self.dumps[first].over_s:.0f} s"
         if not more:
-            return self._of(first, Cause.BUSY, f"is {self._phase(first)}, {taken}")
+            return self._of(first, Cause.BUSY, f"is {self._phase(first)}, {duration_text}")
         phases = {self._phase(rank) for rank in (first, *more)}
         doing = phases.pop() if len(phases) == 1 else "in different parts of the step"
         if first in waiting:
             doing = "waiting, in calls that are not numbered"
         unknown = "which of them delays the others is not known"
-        fault = f"and {ranks_listed(more)} are {doing}, {taken}: {unknown}"
+        fault = f"and {ranks_listed(more)} are {doing}, {duration_text}: {unknown}"
         return self._of(first, Cause.BUSY, fault)
 
     def _crossed(self) -> Suspect | None:

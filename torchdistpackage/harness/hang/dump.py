@@ -163,7 +163,7 @@ class Folder:
 
     def read(self, ranks: Iterable[int] | None = None) -> dict[int, Dump]:
         """Return the dumps of ranks (default: all that wrote one), without unreadable ones."""
-        found = dict[int, Dump]()
+        dumps = dict[int, Dump]()
         for rank in sorted(self._paths()) if ranks is None else ranks:
             # a Path for each of thousands takes longer than what is in them
             name = f"{self.path}/rank{rank}.dump"
@@ -171,8 +171,8 @@ class Folder:
                 contextlib.suppress(ValueError, TypeError, KeyError, OSError),
                 open(name, encoding="utf-8") as file,  # noqa: PTH123
             ):
-                found[rank] = from_json(file.read())
-        return found
+                dumps[rank] = from_json(file.read())
+        return dumps
 
     def read_host(self, host: str) -> dict[int, Dump]:
         """Return the dumps of the ranks of one host."""
@@ -196,12 +196,12 @@ class Folder:
 
     def stacks(self, ranks: Iterable[int]) -> dict[int, str]:
         """Read the dumps that torch's C++ side left for silent ranks."""
-        found = dict[int, str]()
+        texts = dict[int, str]()
         for rank in ranks:
             with contextlib.suppress(OSError):
                 text = self._path(rank).with_suffix(".stacks").read_text(encoding="utf-8")
-                found |= {rank: text} if text else {}
-        return found
+                texts |= {rank: text} if text else {}
+        return texts
 
     def raise_alarm(self) -> None:
         _append(self._alarm)

@@ -93,8 +93,8 @@ class OrderConflict:
 def order_conflict(flights: Flights) -> OrderConflict | None:
     """Two unfinished calls of different groups that two ranks have issued in different orders."""
     seen: dict[tuple[object, object], int] = {}
-    for rank, held in flights.items():
-        for one, other in combinations(held, 2):
+    for rank, flights_of_rank in flights.items():
+        for one, other in combinations(flights_of_rank, 2):
             if one.group == other.group:
                 continue
             if (first := seen.get((other.name, one.name))) is not None:
@@ -115,8 +115,8 @@ def met(flights: Flights) -> InFlightCall | None:
 def lines(flights: Flights, most: int) -> list[str]:
     """`all_reduce number 57 of ranks 0, 2: started on rank 0, scheduled on rank 2`; the first."""
     by_name: dict[object, list[tuple[InFlightCall, int]]] = {}
-    for rank, held in flights.items():
-        for flight in held[:most]:
+    for rank, flights_of_rank in flights.items():
+        for flight in flights_of_rank[:most]:
             by_name.setdefault(flight.name, []).append((flight, rank))
     texts: list[str] = []
     for alike in list(by_name.values())[:most]:

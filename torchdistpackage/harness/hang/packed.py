@@ -111,22 +111,25 @@ def _strides(ranks: Sequence[int]) -> Sequence[int] | dict[str, list[Any]]:
     `{"strides": [0, [4, 2]]}` are ranks 0, 2, 4, 6.
     """
     dims: list[tuple[int, int]] = []
-    left = list(ranks)
-    while len(left) > 1 and len(dims) < 4:
-        step = left[1] - left[0]
-        number = next((i for i in range(1, len(left)) if left[i] - left[i - 1] != step), len(left))
-        if len(left) % number:
+    remaining = list(ranks)
+    while len(remaining) > 1 and len(dims) < 4:
+        step = remaining[1] - remaining[0]
+        number = next(
+            (i for i in range(1, len(remaining)) if remaining[i] - remaining[i - 1] != step),
+            len(remaining),
+        )
+        if len(remaining) % number:
             break
         dims.insert(0, (number, step))
-        left = left[::number]
-    if len(left) != 1 or _ranks(left[0], tuple(dims)) != tuple(ranks):
+        remaining = remaining[::number]
+    if len(remaining) != 1 or _ranks(remaining[0], tuple(dims)) != tuple(ranks):
         return list(ranks)
-    return {"strides": [left[0], *map(list, dims)]}
+    return {"strides": [remaining[0], *map(list, dims)]}
 
 
 @lru_cache(1 << 14)
 def _ranks(first: int, dims: tuple[tuple[int, int], ...]) -> RankTuple:
-    found = [first]
+    unpacked = [first]
     for number, step in dims:
-        found = [rank + i * step for rank in found for i in range(number)]
-    return RankTuple(found)
+        unpacked = [rank + i * step for rank in unpacked for i in range(number)]
+    return RankTuple(unpacked)

@@ -109,9 +109,9 @@ class Shutdown:
             child.kill()
         os._exit(1)
 
-    def _end_the_silent(self, mine: Dump) -> None:
+    def _end_the_silent(self, own_dump: Dump) -> None:
         """Stopped processes, and those whose interpreter is held, do not end by themselves."""
-        for rank, dump in self.folder.read_host(mine.process.host).items():
+        for rank, dump in self.folder.read_host(own_dump.process.host).items():
             if rank != self.rank and not dump.answers and dump.process.state():
                 if dump.failure:
                     _leave_end(dump, Path(dump.failure))

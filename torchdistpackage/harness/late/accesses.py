@@ -164,11 +164,11 @@ class History:
         memory = self._memories.get(x.untyped_storage()._cdata)
         return memory is not None and memory.on_host
 
-    def resized(self, storage: torch.UntypedStorage, stream: int, what: str) -> None:
+    def resized(self, storage: torch.UntypedStorage, stream: int, reason: str) -> None:
         """Its memory goes back, and what it gets instead is new and of `stream`."""
         if (memory := self._memories.pop(storage._cdata, None)) is not None:
             self._shared.pop(storage._cdata, None)
-            self._freed(memory, what)
+            self._freed(memory, reason)
         self._memories[storage._cdata] = TrackedStorage(StorageWeakRef(storage), stream)
 
     def see_frees(self) -> None:
@@ -181,11 +181,11 @@ class History:
             kept = {k: m for k, m in self._memories.items() if not m.ref.expired()}
             self._memories = kept
 
-    def _freed(self, memory: TrackedStorage, what: str) -> None:
+    def _freed(self, memory: TrackedStorage, reason: str) -> None:
         if memory.on_host:  # torch's allocator waits for copies from and to pinned memory
             return
         owner = memory.made_on
-        free = Access(0, owner, f"free ({what})", True, (), issued_at(), False)
+        free = Access(0, owner, f"free ({reason})", True, (), issued_at(), False)
         for access in (a for piece in memory.pieces for a in piece.accesses):
             # `record_stream` keeps it until all that was given to those streams by now is over
             kept = access.in_flight or access.in_backward or access.stream in memory.kept_for
@@ -196,7 +196,7 @@ class History:
     # -- work ----------------------------------------------------------------------------
 
     def run(
-        self, stream: int, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor]
+        self, stream: int, name: str, reads: Iterable[Tensor], writes: Iterable[Tensor]
     ) -> list[Access]:
         """Note an operation. RaceError: nothing orders it and another stream's use of a byte."""
         self.see_frees()
@@ -207,7 +207,7 @@ class History:
         for tensors, is_write in ((reads, False), (writes, True)):
             for x in tensors:
                 access = Access(
-                    self._num_ops, stream, what, is_write, tuple(x.shape), where, in_backward
+                    self._num_ops, stream, name, is_write, tuple(x.shape), where, in_backward
                 )
                 self._note(x, access)
                 accesses.append(access)

@@ -117,10 +117,10 @@ class Peers:
     def post(self, messages: Sequence[Posted]) -> Transfer:
         """Messages to and from peers; those of a pair meet in order, as NCCL knows no tags."""
         rooms, works = [], []
-        for what, x, peer in messages:
+        for direction, x, peer in messages:
             room = x.detach().clone(memory_format=_DENSE)
             rooms.append([room])
-            function = self.gloo.send if what == "send" else self.gloo.recv
+            function = self.gloo.send if direction == "send" else self.gloo.recv
             works.append(function([room], peer, 0))
         return Transfer(rooms, works, rooms)
 
@@ -142,10 +142,10 @@ class Mirror:
     def post(self, messages: Sequence[Posted]) -> Transfer:
         """A rank receives what it has sent itself, in that order."""
         rooms = [[x.detach().clone()] for _, x, _ in messages]
-        self._sent += [room for (what, _, _), (room,) in zip(messages, rooms, strict=True)
-                       if what == "send"]  # fmt: skip
-        for (what, x, _), room in zip(messages, rooms, strict=True):
-            if what == "receive" and self._sent:
+        self._sent += [room for (direction, _, _), (room,) in zip(messages, rooms, strict=True)
+                       if direction == "send"]  # fmt: skip
+        for (direction, x, _), room in zip(messages, rooms, strict=True):
+            if direction == "receive" and self._sent:
                 room[0] = _fitted(self._sent.popleft(), x)
         return Transfer(rooms)
 

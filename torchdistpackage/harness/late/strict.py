@@ -244,10 +244,10 @@ class _DeviceMarkMode(TorchDispatchMode):
         return result
 
 
-def _is_device(asked: object) -> bool:
-    if isinstance(asked, str):
-        asked = torch.device(asked)
-    return isinstance(asked, torch.device) and asked == DEVICE
+def _is_device(device: object) -> bool:
+    if isinstance(device, str):
+        device = torch.device(device)
+    return isinstance(device, torch.device) and device == DEVICE
 
 
 # -- who makes a tensor ----------------------------------------------------------------------

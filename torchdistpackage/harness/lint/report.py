@@ -85,5 +85,5 @@ def group_kinds(groups: Iterable[LintGroup]) -> tuple[GroupKind, ...]:
     )
 
 
-def _many(number: int, word: str) -> str:
-    return f"{number} {word}{'s' * (number != 1)}"
+def _many(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -136,10 +136,10 @@ def find_stragglers(
 
 
 def measured(
-    times: Times, before: Mapping[str, Cost], found: Sequence[Straggler]
+    times: Times, before: Mapping[str, Cost], stragglers: Sequence[Straggler]
 ) -> dict[str, Cost]:
     """Costs after this window: means over windows, but for phases in which a rank was slow."""
-    slow = {straggler.phase for straggler in found}
+    slow = {straggler.phase for straggler in stragglers}
     costs = dict(before)
     for phase, rows in times.items():
         if phase not in slow and len(rows[0]) >= MIN_STEPS:
@@ -188,13 +188,13 @@ def _expected(
 def _judged(
     rank: int,
     phase: str,
-    mine: Sequence[float],
+    values: Sequence[float],
     typical: Sequence[float],
     busy_s: float,
     slack: float = 0.0,
 ) -> list[Straggler]:
     """The rank if it is slow, else nothing."""
-    more = [x - y for x, y in zip(mine, typical, strict=True)]
+    more = [x - y for x, y in zip(values, typical, strict=True)]
     excess_s, peers_s = median(more), median(typical)
     least_s = max(MIN_EXCESS_S, MIN_OF_STEP * busy_s, max(MIN_OF_PHASE, slack) * peers_s)
     if excess_s < least_s:
