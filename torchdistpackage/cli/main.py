@@ -154,7 +154,7 @@ def _version(asked: bool) -> None:
 
 
 def _command(command_name: str) -> TyperGroup:
-    """Return `tdp` with the command `command_name`; other commands only have their line in the help."""
+    """Return `tdp` with the command `command_name`; of others it has only their line of help."""
     # Plain help and plain tracebacks: importing rich takes longer than making a plan.
     app = typer.Typer(
         pretty_exceptions_enable=False,
