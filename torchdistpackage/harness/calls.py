@@ -59,11 +59,11 @@ class GroupMember:
 
     @property
     def peer(self) -> int:
-        """The other one of two."""
+        """The other rank of a pair."""
         return self.ranks[1 - self.index]
 
     def like(self, dtype: torch.dtype) -> Like:
-        """`dtype` on the device of the group."""
+        """Return `dtype` with the device of the group."""
         return dtype, primitives.device_of(self.group)
 
 
@@ -73,9 +73,10 @@ def rank_pattern(rank: int, number: int, like: Like, first: int = 0) -> Tensor:
 
 
 def reduce_input(rank: int, ranks: Sequence[int], number: int, like: Like) -> Tensor:
-    """(number,) what one of `ranks` adds: its numbers at every len(ranks)-th place, else nothing.
+    """Return the (number,) tensor that `rank` contributes to a reduction: its pattern at every
+    len(ranks)-th position, zeros elsewhere.
 
-    And a one everywhere, unless so many ones are more than the dtype holds exactly.
+    It adds a one everywhere, unless the dtype cannot hold the sum of the ones exactly.
     """
     is_own = _places(0, number, like) % len(ranks) == ranks.index(rank)
     return rank_pattern(rank, number, like) * is_own + _ones(len(ranks), like[0])
@@ -87,7 +88,7 @@ def expected_sum(ranks: Sequence[int], number: int, like: Like, first: int = 0) 
 
 
 def expected_max(ranks: Sequence[int], number: int, like: Like, first: int = 0) -> Tensor:
-    """The largest of their summands."""
+    """Return the elementwise maximum of the contributions of all `ranks`."""
     places = _places(first, number, like)
     owners = torch.tensor(ranks, device=like[1])[places % len(ranks)]
     return _in(like[0], _drawn(owners, places)) + _ones(len(ranks), like[0])
@@ -158,7 +159,7 @@ def expected(
 
 
 def tdp_call(operation: str, x: Tensor, member: GroupMember) -> Call:
-    """A call of what comm offers."""
+    """Return a call of what comm offers."""
     group = member.group
     if not COLLECTIVES[operation].is_message:
         function = COLLECTIVES[operation].load(COLLECTIVES[operation].call)
@@ -179,7 +180,7 @@ def tdp_call(operation: str, x: Tensor, member: GroupMember) -> Call:
 
 
 def torch_call(operation: str, x: Tensor, member: GroupMember) -> Call:
-    """The same call of torch.distributed."""
+    """Return the same call of torch.distributed."""
     group = member.group
     if not COLLECTIVES[operation].is_message:
         function = COLLECTIVES[operation].load(COLLECTIVES[operation].torch)
@@ -204,7 +205,7 @@ def torch_call(operation: str, x: Tensor, member: GroupMember) -> Call:
 
 
 def sync(operation: str, member: GroupMember) -> Call:
-    """A call after which the ranks of `member` are together, in the order of the device too."""
+    """Return a call after which the ranks of `member` are in step, also on the device's queue."""
     x = torch.zeros(1, device=primitives.device_of(member.group))
     if not COLLECTIVES[operation].is_message:
         return partial(by_torch.all_reduce, x, member.group)
@@ -218,7 +219,7 @@ def sync(operation: str, member: GroupMember) -> Call:
 
 
 def sync_all() -> Call:
-    """The same for all ranks of the default group, whatever they take part in."""
+    """Return the same for all ranks of the default group, whichever groups they belong to."""
     world = tpc.get_group("global")
     if not primitives.is_queued(world):
         return partial(primitives.barrier, world)  # in log2 of the ranks; a sum goes round all

@@ -124,7 +124,7 @@ def _reduce_scatter_uneven(member: GroupMember) -> Found:
 
 
 def _all_to_all_uneven(member: GroupMember) -> Found:
-    """Rank i sends to rank j as many rows as i + j is given."""
+    """Rank i sends i + j rows to rank j."""
     like, size, index = member.like(torch.uint8), len(member.ranks), member.index
     table = [[(3 * i + 5 * j) % 7 for j in range(size)] for i in range(size)]
     sent_sizes, received = table[index], [row[index] for row in table]
@@ -151,7 +151,7 @@ def _barrier(member: GroupMember) -> Found:
 
 
 def _gather_objects(member: GroupMember) -> Found:
-    """Texts of different lengths, each with its rank."""
+    """Gather texts of different lengths, each with its rank."""
     sent = {"rank": member.rank, "text": "x" * (member.rank % 5)}
     got = primitives.gather_objects(sent, member.group)
     ranks = [
@@ -190,5 +190,5 @@ def _exchange(member: GroupMember, ways: list[tuple[int, int]], number: int) -> 
 
 
 def _uneven(size: int) -> list[int]:
-    """Rows of each rank; some have none."""
+    """Return the number of rows of each rank; some ranks have none."""
     return [(5 * index + 1) % 4 * 7 for index in range(size)]

@@ -91,7 +91,7 @@ test_comm.__test__ = False  # type: ignore[attr-defined]
 
 
 def run_comm_test(pairs: bool, timeout_s: float) -> CommTest:
-    """`test_comm` without its line."""
+    """Run `test_comm` without printing its line."""
     begin_s = time.monotonic()
     if timeout_s <= 0:
         raise CommError(f"timeout_s is {timeout_s:g}; give the ranks some seconds, e.g. 30")
@@ -104,7 +104,9 @@ def run_comm_test(pairs: bool, timeout_s: float) -> CommTest:
 
 @contextmanager
 def _topology() -> Iterator[tuple[list[str], list[GroupClass]]]:
-    """Modes to test, and more: of the user's tpc, or of one that is the default group alone."""
+    """Yield the modes to test and further kinds of groups: those of the user's tpc, or those of a
+    tpc that has the default group alone.
+    """
     if tpc.is_set:
         modes = [*tpc.topology.dense.names, "model", "moe_dp", "moe_ep", "global"]
         yield [mode for mode in modes if tpc.is_mode_inited(mode)], []
@@ -121,7 +123,9 @@ def _topology() -> Iterator[tuple[list[str], list[GroupClass]]]:
 def _test_together(
     used: list[str], extra: list[GroupClass], timeout_s: float
 ) -> tuple[Tested, ...]:
-    """used: modes of tpc. extra: kinds beyond theirs."""
+    """Test all kinds of groups, and return what was tested. used: modes of tpc. extra: kinds of
+    groups beyond theirs.
+    """
     # of the limit a part is kept for the decision at the end
     settle_s = min(3.0, timeout_s / 4)
     step_s = timeout_s - settle_s
@@ -178,7 +182,7 @@ def _wrong_members(mode: str) -> Iterator[str]:
 
 
 def _kinds(used: list[str]) -> list[GroupClass]:
-    """Modes with the same groups are one kind; all ranks list them alike."""
+    """Return one kind for all modes that have the same groups; all ranks list them in one order."""
     same: dict[str, list[str]] = {}
     for mode in used:
         same.setdefault(str(tpc.all_ranks(mode)), []).append(mode)
@@ -194,7 +198,7 @@ def _kinds(used: list[str]) -> list[GroupClass]:
 
 
 def _all_pairs() -> GroupClass:
-    """Each rank with each other one, as a tournament."""
+    """Return the pairs of all ranks as a tournament, so that every round occupies all ranks."""
     size, own_rank = tpc.topology.world_size, tpc.rank
     # of an odd number one sits out
     peers = [
@@ -204,14 +208,16 @@ def _all_pairs() -> GroupClass:
 
 
 def _with_rank_0() -> GroupClass:
-    """Rank 0 with each other rank in turn."""
+    """Return the pairs of rank 0 with each other rank in turn."""
     size, own_rank = tpc.topology.world_size, tpc.rank
     peers = [r if own_rank == 0 else 0 if own_rank == r else None for r in range(1, size)]
     return _pairs("pairs with rank 0", peers, size - 1)
 
 
 def _pairs(name: str, peers: list[int | None], num_pairs: int) -> GroupClass:
-    """Messages both ways with each of my peers in turn; None: a turn in which I have none."""
+    """Return messages both ways with each of this rank's peers in turn; None: this rank has no peer
+    in that turn.
+    """
     group, own_rank, everyone = tpc.get_group("global"), tpc.rank, range(tpc.topology.world_size)
     nothing = Check("nothing", lambda _: iter(())), GroupMember(group, tuple(everyone), own_rank)
     steps = [

@@ -44,7 +44,7 @@ class _JsonText:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Back from `to_json`."""
+        """Return the object that `to_json` wrote."""
         return TypeAdapter(cls).validate_json(text)
 
 
@@ -77,7 +77,7 @@ class RankReport(_JsonText):
 
 @dataclass(frozen=True, slots=True)
 class Verdict(_JsonText):
-    """The verdict, which all ranks get.
+    """The result of the test, the same on all ranks.
 
     times_s: time of the slowest rank of each group. advice: what to do.
     """
@@ -134,7 +134,7 @@ def judge(
 
 
 def named(ranks: Sequence[int], host_of: HostOf) -> str:
-    """`rank 3 on node17`, or `ranks 0, 1 on node17, 2 on node18`."""
+    """Return `rank 3 on node17`, or `ranks 0, 1 on node17, 2 on node18`."""
     by_host: dict[str, list[str]] = {}
     for rank in ranks[:_SHOWN]:
         by_host.setdefault(host_of(rank), []).append(str(rank))
@@ -158,7 +158,7 @@ def _absences(
     meeting: str,
     came: Sequence[int],
 ) -> list[str]:
-    """One line for each operation that a rank did not come through, of those that waited."""
+    """Return one line for each operation for which some ranks waited and others did not come."""
     lines: list[str] = []
     missing = set(absent)
     for stop in sorted(stops.values(), key=lambda stop: stop.step):
@@ -180,7 +180,9 @@ def _absences(
 
 
 def _silences(stops: dict[int, StuckAt], host_of: HostOf, limit_s: float) -> list[str]:
-    """All came to the test, and yet some wait: the first operation of those that did not end."""
+    """Describe ranks that wait although all came to the test, by the first operation that did not
+    end.
+    """
     first = min((stop.step for stop in stops.values()), default=0)
     waiting: dict[str, list[int]] = {}
     for rank, stop in stops.items():

@@ -135,7 +135,7 @@ class GuardedThread:
 
 @contextmanager
 def limited(groups: Iterable[Group], seconds: float) -> Iterator[None]:
-    """Operations that begin inside end within `seconds`; afterwards the limits are as before.
+    """Limit operations that begin inside to `seconds`; afterwards the previous limits hold again.
 
     Only gloo's groups get the limit, whose operation then fails and can be reported. NCCL's
     watchdog would end the process; there the caller keeps time itself.

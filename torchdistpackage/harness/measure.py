@@ -82,7 +82,7 @@ class DataCorruptionError(CommError):
 
 
 def bench(request: Request) -> BenchReport | None:
-    """The report on rank 0, None on the others; raises as `watched`."""
+    """Return the report on rank 0 and None on the others; raises as `watched`."""
     last = ""
 
     def say(cell: Measurement) -> None:
@@ -99,7 +99,7 @@ def bench(request: Request) -> BenchReport | None:
 def watched(
     request: Request, on_round: Callable[[Measurement], object] = lambda _: None
 ) -> BenchReport:
-    """`measure`, each round of which must end within `request.timeout_s`.
+    """Run `measure`, each round of which must end within `request.timeout_s`.
 
     on_round: called as each one begins, in another thread.
 
@@ -141,7 +141,8 @@ def watched(
 
 
 def measure(request: Request, begin: Begin = lambda *_: None) -> BenchReport:
-    """All that was asked for, over the groups of `tpc`; all ranks call it and get the same.
+    """Measure all that `request` asks for over the groups of `tpc`; all ranks call it and get the
+    same report.
 
     Raises:
         DataCorruptionError: an element arrived wrong; on every rank, naming which.
@@ -177,7 +178,7 @@ def measure(request: Request, begin: Begin = lambda *_: None) -> BenchReport:
 
 
 def user_name() -> str:
-    """The user's name, or the number where no variable and no passwd entry has a name."""
+    """Return the user's name, or the user id where no variable and no passwd entry has a name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -213,7 +214,9 @@ def _cell(axis: str, operation: str, mode: str, dtype: str, size_bytes: int) -> 
 
 
 def _pairs(request: Request, num_ranks: int, begin: Begin) -> Pairs:
-    """Each rank with each other one, as many at the same time as there can be."""
+    """Return rounds that pair each rank with each other one, with as many pairs at a time as
+    possible.
+    """
     dtype = request.dtypes[0]
     size_bytes = request.counted_sizes(dtype, 1)[-1]
     cell = _cell(PAIRS, "p2p_both", CONCURRENT, dtype, size_bytes)
@@ -226,7 +229,7 @@ def _pairs(request: Request, num_ranks: int, begin: Begin) -> Pairs:
 
 
 def _round(cell: Measurement, part: Round, request: Request, begin: Begin) -> list[Times]:
-    """Times of every unit of one round, known to all ranks.
+    """Return the times of every unit of one round, the same on all ranks.
 
     Raises:
         DataCorruptionError: some rank received other data than was sent, on all ranks alike.
@@ -338,7 +341,9 @@ def in_turns(
 
 
 def join_sync(together: AnyCall, num_calls: int, *, iterations: int, warmup: int) -> None:
-    """The meetings of `in_turns` with so many calls, for a rank that has none to time."""
+    """Take part in the barriers of `in_turns` with so many calls, on a rank that has none to
+    time.
+    """
     for _ in range(num_calls * (warmup + iterations)):
         together()
 

@@ -106,7 +106,7 @@ class RankPool:
         self._awake: Ranks | None = None
 
     def __call__(self, world_size: int) -> Ranks:
-        """The ranks of a world of `world_size`.
+        """Return the ranks of a world of `world_size`.
 
         Raises:
             LaunchError: `world_size` is not within 1 and the pool's size.
@@ -146,8 +146,8 @@ class RankPool:
 
 
 def warning_filters(options: str) -> tuple[WarningFilter, ...]:
-    """(action, category) of each option "action" or "action::category", where a later one counts
-    more.
+    """Return (action, category) of each option "action" or "action::category"; later options take
+    precedence.
 
     Raises:
         LaunchError: there is no such action, or no such category among Python's own.
@@ -229,7 +229,7 @@ class Ranks:
         self._group.signal(signum)
 
     def _ready(self) -> None:
-        """Have all ranks running, anew if one has ended since the last run."""
+        """Make sure that all ranks run; start them anew if one has ended since the last run."""
         if self._group.ranks:
             self._group.poll(0)  # the server's word of an end may be late on a busy machine
             if self._group.hung_up:
@@ -253,7 +253,7 @@ class Ranks:
         return str(self._pool.server.folder / f"store{self.world_size}.{self._num_stores}")
 
     def _answers(self, job: Job, deadline_s: float) -> dict[int, Answer]:
-        """Answers by rank, until all are in, the time is up, or no more are to be expected."""
+        """Collect answers by rank until all are in, the time is up, or no more can come."""
         answers: dict[int, Answer] = {}
         for worker in self._group.ranks:
             try:
@@ -284,7 +284,7 @@ class Ranks:
         ]
 
     def _hung(self, fn: Callable[..., Any], limit_s: float, answered: set[int]) -> str:
-        """The error text of a hang: every rank's stack, asked for now."""
+        """Return the error text of a hang, with every rank's stack, which this call asks for."""
         waiting = sorted(set(range(self.world_size)) - answered)
         children = [worker.child for worker in self._group.ranks]
         for rank in waiting:

@@ -201,7 +201,9 @@ class _PoolWorker:
         self._own_keys()
 
     def _all_keep_the_world(self) -> bool:
-        """No rank's job has left its world, or lost messages in it."""
+        """Return whether no rank's job left its world or lost messages in it, so that the next job
+        can use it.
+        """
         if self._store is None or self._default is None:
             return False
         keeps = dist.group.WORLD is self._default and not self._lost_messages()
@@ -236,7 +238,8 @@ class _PoolWorker:
 
 
 def _loopback_store(path: str, rank: int, world_size: int) -> dist.Store:
-    """The ranks' store: rank 0 serves it on the loopback alone, its port is in the file `path`.
+    """Return the ranks' store: rank 0 serves it on the loopback interface only, with its port in
+    the file `path`.
 
     A `FileStore` looks for a key a hundred times a second: each group made would cost 10 to 20 ms.
     """

@@ -90,7 +90,7 @@ def watch(
 
 
 def agree_on_start(folder: str | Path, *, rank: int, world_size: int) -> str:
-    """A name for what begins now, the same on all ranks and never used before.
+    """Return a name for the start that begins now, the same on all ranks and never used before.
 
     Collective. The files of that name are in `folder` afterwards.
 
@@ -142,7 +142,7 @@ class Heartbeat:
         self.since_s = _now_s()
 
     def step(self) -> None:
-        """A step begins, so the one before is over."""
+        """Begin a step, which ends the one before."""
         self.num_steps += 1
         self.since_s = _now_s()
 
@@ -153,7 +153,7 @@ class Heartbeat:
 
     @contextmanager
     def allow_slow(self) -> Iterator[None]:
-        """Inside, a step may take longer: a validation, a save."""
+        """Allow a longer time for a step inside the block, as for a validation or a save."""
         self.num_slow += 1
         self.since_s = _now_s()
         try:
@@ -354,7 +354,9 @@ class HangWatchdog(Heartbeat):
 
 
 def _named(thread: threading.Thread) -> str:
-    """One that Python did not start is known to it once it has asked who it is."""
+    """Return a name for a thread. A thread that Python did not start counts as foreign, even after
+    it called into Python.
+    """
     return FOREIGN if isinstance(thread, threading._DummyThread) else f"thread {thread.name}"
 
 

@@ -49,7 +49,7 @@ class EntryPoint:
 
     @staticmethod
     def of(target: str | Callable[..., object]) -> EntryPoint:
-        """A reference to "module:function", or to a function at the top level of a module.
+        """Return a reference to "module:function", or to a function at the top level of a module.
 
         Raises:
             LaunchError: no other process could find it by name.
@@ -92,11 +92,13 @@ class EntryPoint:
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Names the rank knows modules by -> names the caller knows them by, for its results."""
+        """Maps names that the rank knows modules by to names that the caller knows them by, for
+        results.
+        """
         return {self.module: "__main__"} if self.is_main else {}
 
     def resolve(self) -> Callable[..., object]:
-        """The function itself, its module loaded first where that is needed.
+        """Return the function itself; its module is loaded first where needed.
 
         Raises:
             LaunchError: the module has no such function.
@@ -166,7 +168,8 @@ class EntryPoint:
 
 
 def missing_module(target: str, folders: Sequence[str]) -> str:
-    """The part of "pkg.module:name" that is no module under `folders`; "" if all is there.
+    """Return the part of "pkg.module:name" that is no module under `folders`; "" if all of it
+    exists.
 
     Nothing is imported, so a function that is missing is not noticed. What no file stands for
     (built in, or found by an import hook) counts as there.
@@ -225,7 +228,7 @@ def run_catching(rank: int, function: Callable[..., object], *args: object) -> R
 
 
 def run_rank(channel: Channel, reference: EntryPoint, args: bytes, rank: int) -> None:
-    """Entry point of a rank of `run_local`."""
+    """Run a rank of `run_local`; this is the rank's entry point."""
     outcome = run_catching(rank, load_and_call, reference, args)
     channel.send(outcome)
     if isinstance(outcome, Failure):
@@ -265,7 +268,9 @@ class PackedCall:
             ) from error
 
     def load(self) -> Callable[..., object]:
-        """The function with its arguments, which follow those that it is called with; there."""
+        """Return, on the rank, the function and its arguments, which follow those that it is called
+        with.
+        """
         if self.reference is None:
             function, args, kwargs = cast(_ByValue, unpack(self.packed))
         else:
@@ -274,11 +279,13 @@ class PackedCall:
         return lambda *first: function(*first, *args, **kwargs)
 
     def pack_result(self, value: object) -> bytes:
-        """A result, packed there: only the caller knows a script's classes by their names."""
+        """Return a result in packed form. The rank packs it, as only the caller knows a script's
+        classes by their names.
+        """
         return pack(value) if self.reference else _pack_by_value(value)
 
     def unpack_result(self, packed: bytes) -> object:
-        """The result, here."""
+        """Return the result, unpacked in the caller's process."""
         return unpack(packed, self.reference.aliases if self.reference else None)
 
 

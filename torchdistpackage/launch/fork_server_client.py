@@ -115,7 +115,7 @@ class ForkServer:
 
     @property
     def folder(self) -> Path:
-        """A folder of mode 0700 that is removed when the server ends, however that comes."""
+        """A folder of mode 0700 that is removed when the server ends, however that comes about."""
         self._start()
         return self._folder
 
@@ -129,7 +129,7 @@ class ForkServer:
         stderr: int | IO[bytes] = 2,
         with_channel: bool = False,
     ) -> ForkedChild:
-        """Fork a child that calls `target(*args)`, or `target(channel, *args)` `with_channel`.
+        """Fork a child that calls `target(*args)`, or with `with_channel` `target(channel, *args)`.
 
         `env` is its entire environment (default: this process's). `stdout` and `stderr` are open
         descriptors or files; stdin is empty. Working folder, sys.path, sys.argv and umask are this
@@ -167,7 +167,7 @@ class ForkServer:
         return child
 
     def fileno(self) -> int:
-        """Descriptor that becomes readable when `reap` has something to return."""
+        """Return a descriptor that becomes readable when `reap` has something to return."""
         return self._start().fileno()
 
     def reap(self) -> None:

@@ -27,12 +27,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def unpack(data: bytes, aliases: Mapping[str, str] | None = None) -> object:
-    """The object in `data`, with modules looked up under `aliases.get(name, name)`."""
+    """Return the object in `data`, with modules looked up under `aliases.get(name, name)`."""
     return _Unpickler(data, aliases or {}).load()
 
 
 def pack(message: object) -> bytes:
-    """`message` as bytes. Raises what pickle raises for an object that cannot travel."""
+    """Return `message` as bytes. Raises what pickle raises for an object that cannot travel."""
     return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
@@ -52,7 +52,7 @@ class Channel:
 
     @staticmethod
     def from_fd(fd: int) -> Channel:
-        """The end that sits at descriptor `fd` of this process."""
+        """Return the end of a channel at descriptor `fd` of this process."""
         return Channel(socket.socket(fileno=fd))
 
     def fileno(self) -> int:
@@ -80,7 +80,7 @@ class Channel:
             self._socket.settimeout(None)
 
     def recv(self) -> object:
-        """The next object, waiting for it.
+        """Wait for the next object and return it.
 
         Raises:
             EOFError: the peer is gone.
@@ -91,7 +91,8 @@ class Channel:
         return unpack(data)
 
     def recv_ready(self) -> tuple[list[object], bool]:
-        """All objects that have wholly arrived, and whether the peer may send more. Never waits.
+        """Return all objects that have fully arrived, and whether the peer may send more. Never
+        waits.
 
         A peer that was stopped in the middle of a message must not stop its reader too.
         """
@@ -107,7 +108,9 @@ class Channel:
         return messages, open_
 
     def take_fds(self) -> list[int]:
-        """The descriptors that came with the messages read so far, now the caller's to close."""
+        """Return the descriptors that came with the messages read so far; the caller has to close
+        them.
+        """
         fds, self._fds = self._fds, []
         return fds
 

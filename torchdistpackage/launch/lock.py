@@ -293,7 +293,7 @@ def take(
 def holder_of(
     path: Path, env: Mapping[str, str] | None = None, runner: Runner | None = None
 ) -> LockHolder | None:
-    """The holder of the lock, if it may still write."""
+    """Return the holder of the lock, if it may still write."""
     observer = this_process("a look", os.environ if env is None else env)
     with contextlib.suppress(OSError):
         holder, silent_s, freed = _read(path)

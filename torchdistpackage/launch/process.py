@@ -56,8 +56,8 @@ class SignalFlag:
 
     @contextmanager
     def interrupting(self) -> Generator[None]:
-        """Inside, a signal that is listened to is noted and ends what is under way at once: for
-        work of one process, in which nothing asks for the flag.
+        """End the block at once on a signal that is listened to, and note the signal. For work of
+        one process, in which nothing asks for the flag.
 
         Raises:
             Interrupted: one came; later ones are only noted.
@@ -81,8 +81,8 @@ class _Undone(BaseException):
 
 @contextmanager
 def undone_by_signals() -> Generator[None]:
-    """SIGTERM and SIGHUP, where they would end this process at once, first unwind what is under
-    way, as Ctrl-C does. Ones that somebody listens to stay as they are.
+    """Let SIGTERM and SIGHUP unwind the block as Ctrl-C does, where they would end this process at
+    once. A signal that already has a handler keeps it.
     """
     pending: list[signal.Signals] = []
     received: list[int] = []
@@ -110,8 +110,9 @@ def undone_by_signals() -> Generator[None]:
 
 
 def usable_cpus(env: Mapping[str, str], quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """CPUs that this process may keep busy: those it may run on, as far as its container's quota
-    and its Slurm job's share of the node go. quota: of cgroup v2, as a container sees it.
+    """Return the number of CPUs that this process may keep busy: those it may run on, limited by
+    the quota of its container and its Slurm job's share of the node. quota: of cgroup v2, as a
+    container sees it.
     """
     number = len(os.sched_getaffinity(0))
     try:
@@ -125,7 +126,7 @@ def usable_cpus(env: Mapping[str, str], quota: Path = Path("/sys/fs/cgroup/cpu.m
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/<pid>/stat from the state on; [] if there is no such process."""
+    """Return the fields of /proc/<pid>/stat from the state on; [] if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace")
     except OSError:
@@ -134,7 +135,9 @@ def _stat(pid: int) -> list[str]:
 
 
 def stopped(pid: int) -> str:
-    """The letter of its state as in /proc, T or t (by a debugger); "" if it is not stopped."""
+    """Return the letter of the process's state in /proc, T or t (by a debugger); "" if it is not
+    stopped.
+    """
     letter = "".join(_stat(pid)[:1])
     return letter if letter in STOPPED else ""
 
@@ -151,7 +154,9 @@ def num_threads() -> int:
 
 
 def thread_names() -> str:
-    """Names of the threads besides the main one, as the kernel and as Python know them."""
+    """Return the names of the threads besides the main one, as the kernel and as Python know
+    them.
+    """
     native = [
         (task / "comm").read_text().strip()
         for task in Path("/proc/self/task").iterdir()
@@ -162,14 +167,16 @@ def thread_names() -> str:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this new fork when `parent` ends, or already has."""
+    """Let the kernel kill this new fork when `parent` ends, or already has."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def line_stream(fd: int) -> TextIO:
-    """A text stream on `fd` that keeps no full line back: a killed rank's last words count."""
+    """Return a text stream on `fd` that writes each full line at once, so that the last words of a
+    killed rank are not lost.
+    """
     encoding = sys.stderr.encoding
     return os.fdopen(fd, "w", 1, encoding, errors="backslashreplace", closefd=False)
 

@@ -64,7 +64,9 @@ def note_start(
 
 
 def written_keys(config: "RunConfig") -> dict[str, list[Any]]:
-    """By dotted key its value and where that was written: file and line, or the command line."""
+    """Return by dotted key its value and where that was written: file and line, or the command
+    line.
+    """
     values_of: dict[str, list[Any]] = {}
     for key, value in flat(config.model_dump(mode="json")):
         if (location := config.location(key)) is not None:
@@ -82,7 +84,7 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def read_events(folder: Path) -> tuple[list[RunEvent], int]:
-    """All events in order, and how many lines are none.
+    """Return all events in order, and the number of lines that hold none.
 
     Raises:
         LaunchError: the name is that of a device, a pipe or the like, or the file is too large.

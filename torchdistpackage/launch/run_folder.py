@@ -17,7 +17,7 @@ from torchdistpackage.run_files import RunDir
 
 
 def run_folder(config: RunConfig) -> Path:
-    """`run.dir` / `run.name`."""
+    """Return `run.dir` / `run.name`."""
     return Path(config.run.dir) / config.run.name
 
 

@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 def parse_row(line: str) -> Row | None:
-    """The row of a line; None if it is none: a row has a `step`."""
+    """Return the row of a line; None if it is none: a row has a `step`."""
     try:
         row: Any = parse_json(line)
     except ValueError:
@@ -31,7 +31,7 @@ def parse_row(line: str) -> Row | None:
 
 
 def number(value: Any) -> float | None:
-    """A finite number, that is no bool, as a float; else None."""
+    """Return a finite number, but no bool, as a float; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -114,12 +114,13 @@ class RowReader:
             self.rows[row["step"]] = row
 
     def sorted(self) -> list[Row]:
-        """All rows by ascending step."""
+        """Return all rows by ascending step."""
         return [self.rows[step] for step in sorted(self.rows)]
 
 
 def read_rows(path: Path) -> tuple[list[Row], int]:
-    """Rows by ascending step, of a step the last one written, and how many lines are none.
+    """Return rows by ascending step, the last one written for each step, and the number of lines
+    that hold none.
 
     Raises:
         DataError: as `RowReader.read_new`.
@@ -131,7 +132,7 @@ def read_rows(path: Path) -> tuple[list[Row], int]:
 
 
 def last_rows(path: Path) -> Iterator[Row]:
-    """Rows at the end of a file, the last one first, without reading the rest."""
+    """Yield rows at the end of a file, the last one first, without reading the rest."""
     try:
         check_regular(path, follow=True)
         with path.open("rb") as file:

@@ -139,7 +139,7 @@ def _open_log(rank: WatchedRank) -> int:
 
 
 def _reports(rank: WatchedRank) -> dict[Path, int]:
-    """The other ranks' reports that are there and the decision, and when each was written."""
+    """Return the reports of other ranks that exist and the decision, and when each was written."""
     sizes: dict[Path, int] = {}
     decision = () if rank.decision is None else (rank.decision,)
     for path in (*rank.failures.glob("rank*.json"), *decision):
@@ -152,7 +152,9 @@ def _reports(rank: WatchedRank) -> dict[Path, int]:
 def _be_the_rank(
     body: Callable[[], int], rank: WatchedRank, out: int, has_returned: mmap.mmap, parent: int
 ) -> NoReturn:
-    """The forked process, up to its end; `has_returned` is set when `body` returns."""
+    """Run the rank in the forked process, up to its end; `has_returned` is set when `body`
+    returns.
+    """
     code = 1
     try:
         die_with_parent(parent)
@@ -181,7 +183,8 @@ def _be_the_rank(
 
 
 def _leave(rank: WatchedRank, failure: Failure) -> None:
-    """Without a place for the report the rank still ends as it should, and its log says how.
+    """End the rank; without a place for its report it still ends as it should, and its log says
+    how.
 
     The report of a hang stays: what a rank raises after it is how the hang ends.
     """
@@ -304,7 +307,9 @@ def _spoken(failure: Failure) -> str:
 
 
 def _write_all(fd: int, data: bytes) -> None:
-    """To a launcher that may have gone, or a disk that may be full: neither may end the run."""
+    """Write to a launcher that may have gone, or a disk that may be full, as neither may end the
+    run.
+    """
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(fd, data) :]
@@ -324,7 +329,9 @@ def note_stopped(report: Path, letter: str) -> None:
 
 
 def noted_stopped(report: Path) -> str:
-    """The letter that the watcher of the rank with that report has noted; "" if none."""
+    """Return the letter that the watcher of the rank with that report has noted; "" if there is
+    none.
+    """
     with contextlib.suppress(OSError, ValueError):
         letter = report.with_suffix(".stopped").read_text(encoding="utf-8")
         return letter if letter in STOPPED else ""

@@ -70,7 +70,9 @@ class LocalRank:
         return gone and from_exit(self.rank, gone.pid, gone.exit_code, gone.time_s)
 
     def with_output(self, failure: Failure) -> Failure:
-        """A failure without a traceback is explained, if at all, by the last lines it wrote."""
+        """Return the failure with the last lines that the rank wrote, which may explain it where
+        there is no traceback.
+        """
         if failure.detail or not self.log or not (text := tail(self.log, self.log_start_bytes)):
             return failure
         return replace(failure, detail=f"its last output ({self.log}):\n{text}")
@@ -139,7 +141,7 @@ class WorkerGroup:
 
     @property
     def hung_up(self) -> set[int]:
-        """Ranks that have ended or closed their channels, as the last `poll` found them."""
+        """Ranks that ended or closed their channels, as seen by the last `poll`."""
         return {worker.rank for worker in self.ranks if not worker.is_open} | self.ended
 
     def news_s(self, failures: Sequence[Failure]) -> float:
@@ -269,7 +271,9 @@ def run_local(
 
 
 def show_line(rank: int, line: str) -> None:
-    """An `on_line` that prints: rank 0 has this process's output, the others get it by lines."""
+    """Print a line of another rank; pass it as `on_line`. Rank 0 writes to this process's output
+    itself.
+    """
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
@@ -363,7 +367,7 @@ class _RankMonitor:
         return None if ended is None or (ended.exit_code == 0 and outcome) else ended
 
     def explained(self, failure: Failure) -> Failure:
-        """With its last output, and the line at which it crashed."""
+        """Return the failure with the rank's last output, and the line at which it crashed."""
         worker = self.group.ranks[failure.rank]
         report = self.group.server.folder / f"failure{failure.rank}.json"
         return with_crash(worker.with_output(failure), report)

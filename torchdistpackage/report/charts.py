@@ -37,7 +37,7 @@ class Chart:
 
 
 def charts(runs: Sequence[Run], peak_flops: float | None = None) -> list[Chart]:
-    """All charts for which the runs have numbers.
+    """Return all charts for which the runs have numbers.
 
     peak_flops: FLOP/s of one device, for the model FLOPs utilization.
     """
@@ -132,7 +132,9 @@ def _line_chart(
 
 
 def _utilization(runs: Sequence[Run], peak_flops: float | None) -> Chart:
-    """The share of the devices' peak that the model's FLOPs are, or these alone."""
+    """Return a chart of the model FLOPs utilization, or of the model's FLOP/s where the peak of the
+    devices is not given.
+    """
     traces: list[dict[str, Any]] = []
     has_peak = peak_flops is not None
     for index, run in enumerate(runs):
@@ -223,7 +225,7 @@ def _keys_of_parts(run: Run) -> list[str]:
 
 
 def _parts(value: Any) -> dict[str, float]:
-    """The numbers of a mapping by name, of a list by place; {} for what is neither."""
+    """Return the numbers of a mapping by name, or of a list by index; {} for anything else."""
     if isinstance(value, list):
         value = {str(index): one for index, one in enumerate(value)}
     pairs = value.items() if isinstance(value, dict) else ()
@@ -231,7 +233,9 @@ def _parts(value: Any) -> dict[str, float]:
 
 
 def _by_part(run: Run, key: str, of: str) -> Chart:
-    """A line for each part of a key, as the load of experts by layer; a heat map of many parts."""
+    """Return a line for each part of a key, such as the load of experts by layer; a heat map if
+    there are many parts.
+    """
     rows = [(row["step"], parts) for row in run.rows if (parts := _parts(row.get(key)))]
     columns = _columns(rows)
     names = list(dict.fromkeys(name for _, parts in columns for name in parts))
@@ -263,7 +267,7 @@ _MAPPED = {
 
 
 def _others(runs: Sequence[Run]) -> list[Chart]:
-    """A chart of each further number that a run logs."""
+    """Return a chart of each further number that a run logs."""
     keys = {
         k for run in runs for row in run.rows[-1000:] for k in row if number(row[k]) is not None
     }

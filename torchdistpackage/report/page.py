@@ -46,7 +46,7 @@ def write_report(
 
 
 def plotly_script() -> str:
-    """The text of plotly's library.
+    """Return the text of plotly's library.
 
     Raises:
         ConfigError: it is not installed.
@@ -61,7 +61,7 @@ def plotly_script() -> str:
 
 
 def html(runs: Sequence[Run], now_s: float, peak_flops: float | None = None) -> str:
-    """The page. Raises ConfigError: plotly is not installed."""
+    """Return the page. Raises ConfigError: plotly is not installed."""
     if peak_flops is None:
         devices = (start.device for run in runs for start in reversed(run.starts))
         peak_flops = next((peak for d in devices if (peak := peak_flops_of(d))), None)
@@ -95,7 +95,7 @@ def html(runs: Sequence[Run], now_s: float, peak_flops: float | None = None) -> 
 
 
 def _shown(value: Any) -> Any:
-    """The same with all its texts printable."""
+    """Return the same value with all its texts printable."""
     match value:
         case str():
             return printable(value)
@@ -151,7 +151,7 @@ def _table(table: Table) -> str:
 
 
 def _pictures(runs: Sequence[Run]) -> list[str]:
-    """The pipeline as predicted, and below it as measured."""
+    """Return pictures of the pipeline as predicted, and below it as measured."""
     pictures = []
     for run in runs:
         if run.picture is None:

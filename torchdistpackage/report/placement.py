@@ -12,8 +12,8 @@ _MOST_RANKS = 512
 
 
 def placement_svg(name: str, meshes: Sequence[tuple[str, Mesh]], ranks_per_node: int) -> str:
-    """One panel for each axis with several ranks: a node is a frame, a rank a box in the colour of
-    its group along that axis.
+    """Return one panel for each axis with several ranks: a node is a frame, and a rank is a box in
+    the colour of its group along that axis.
 
     meshes: axes to draw, each with the mesh that has it.
     """
@@ -31,7 +31,7 @@ def placement_svg(name: str, meshes: Sequence[tuple[str, Mesh]], ranks_per_node:
 
 
 def _panel(axis: str, mesh: Mesh, per_node: int) -> tuple[list[str], float]:
-    """The parts of a panel, and its height."""
+    """Return the parts of a panel, and its height."""
     number = {rank: index for index, group in enumerate(mesh.groups((axis,))) for rank in group}
     drawn = range(min(mesh.size, max(_MOST_RANKS // per_node, 1) * per_node))
     nodes = [range(a, min(a + per_node, drawn.stop)) for a in drawn[::per_node]]

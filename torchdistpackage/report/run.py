@@ -104,7 +104,9 @@ class Run:
 
     @property
     def slowest_rank(self) -> int | None:
-        """The rank that was busy longest against its peers in the last row of ranks.jsonl."""
+        """The rank that was busy longest compared with its peers, by the last row of
+        ranks.jsonl.
+        """
         excess = busy_excess(self.ranks[-1], self.mesh) if self.ranks else []
         return max(range(len(excess)), key=excess.__getitem__, default=None)
 

@@ -32,15 +32,16 @@ class RunStatus:
 
     @property
     def line(self) -> str:
-        """All of it in one line."""
+        """The entire status in one line."""
         shown = ("state", "loss", "throughput", "bubble", "lagging", "last step in")
         words = [f"{name} {self.facts[name]}" for name in shown if name in self.facts]
         return "  ".join([f"step {self.step}/{self.num_steps or '?'}", *words])
 
 
 def status_of(data: Run, now_s: float, queue: str = "", *, queue_ended: bool = False) -> RunStatus:
-    """The status of a run. now_s: seconds since 1970. queue: what Slurm says of its job;
-    queue_ended: that the job is over for good, which a job that never began writes nowhere else."""
+    """Return the status of a run. now_s: seconds since 1970. queue: what Slurm says of its job.
+    queue_ended: the job is over for good; a job that never began leaves no other trace of that.
+    """
     last = data.rows[-1] if data.rows else {}
     step = int(last.get("step", 0))
     start = data.starts[-1] if data.starts else None
@@ -128,7 +129,7 @@ def _quiet_s(data: Run, step_s: float, now_s: float) -> float | None:
 
 
 def curve(values: Sequence[float], columns: int, rows: int) -> list[str]:
-    """A curve of block characters, `rows` lines of at most `columns`; [] without values."""
+    """Return a curve of block characters: `rows` lines of at most `columns`; [] without values."""
     if not values:
         return []
     size = max(len(values) / columns, 1.0)

@@ -28,7 +28,9 @@ class Table:
 
 
 def life(runs: Sequence[Run], now_s: float) -> Chart:
-    """Every start as a bar from its begin to its end, and the checkpoints as marks."""
+    """Return a chart with every start as a bar from its begin to its end, and checkpoints as
+    marks.
+    """
     traces: list[dict[str, Any]] = []
     shown: set[str] = set()
     for run in runs:

@@ -18,7 +18,7 @@ def escape(words: str) -> str:
 
 
 def document(width: float, height: float, parts: Iterable[str]) -> str:
-    """A picture on white, whatever is behind it."""
+    """Return a picture on a white ground, whatever is behind it."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
         f'viewBox="0 0 {width:g} {height:g}" font-family="sans-serif" font-size="11">'
@@ -43,12 +43,12 @@ def box(
 
 
 def colour_of(index: int) -> str:
-    """A light colour that black text is read on; another for each small number."""
+    """Return a light colour on which black text is readable; each small number has another one."""
     return _hex([round(255 * x) for x in colorsys.hls_to_rgb(index * _GOLDEN % 1, 0.75, 0.6)])
 
 
 def colour_between(value: float, least: float, most: float) -> str:
-    """The colour of an amount on a scale from red, the least, over white to blue."""
+    """Return the colour of an amount on a scale from red, the least, over white to blue."""
     share = 1.0 if most <= least else min(max((value - least) / (most - least), 0.0), 1.0)
     at = share * (len(_SCALE) - 1)
     low = min(int(at), len(_SCALE) - 2)

@@ -90,7 +90,9 @@ def _file(path: Path, text: str) -> list[Path]:
 
 
 def into(folder: Path, request: Request) -> Outputs:
-    """All that `request` gives, in one folder; pictures where matplotlib is."""
+    """Return outputs that put all results of `request` into one folder, with pictures where
+    matplotlib is installed.
+    """
     pictures = None if missing_matplotlib() else folder / "plots"
     lines = folder / "profile.json" if request.gives_lines else None
     return Outputs(folder / "bench.json", lines, pictures, folder / "bench.svg")

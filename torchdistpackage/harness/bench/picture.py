@@ -18,8 +18,9 @@ _PANEL_WIDTH, _PANEL_HEIGHT = 560, 220
 
 
 def picture(report: BenchReport) -> str:
-    """Bandwidth between all pairs of hosts, and of ranks where there are few, as heat maps; then a
-    panel for each axis and link with the time of a call by its bytes."""
+    """Return heat maps of the bandwidth between all pairs of hosts, and of ranks where there are
+    few; then a panel for each axis and link with the time of a call by its bytes.
+    """
     parts: list[str] = []
     width, y = float(_LEFT + _PANEL_WIDTH + 250), 26.0
     parts.append(text(12, 18, f"{report.backend} on {len(report.hosts)} ranks, {report.date}"))
@@ -54,8 +55,9 @@ def _matrices(report: BenchReport) -> Iterator[tuple[Sequence[str], Callable[[in
 def _heat_map(
     pairs: Pairs, names: Sequence[str], of: Callable[[int], int], kind: str
 ) -> tuple[list[str], float]:
-    """The parts, and their height. A cell is the slowest pair between two, so that one slow card or
-    cable is seen."""
+    """Return the parts of a heat map and its height. A cell shows the slowest pair between two
+    hosts or ranks, so that one slow card or cable is seen.
+    """
     cells: dict[tuple[int, int], tuple[float, tuple[int, int]]] = {}
     for pair in pairs.times:
         cell = of(pair[0]), of(pair[1])

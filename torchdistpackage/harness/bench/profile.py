@@ -57,7 +57,9 @@ class LinkFit(_Measured):
 
 
 def fit(points: Sequence[tuple[float, float]]) -> LinkFit | None:
-    """The line through (bytes, seconds) points (`fit_line`), as a profile holds it."""
+    """Return the line through (bytes, seconds) points (`fit_line`) in the form that a profile
+    holds.
+    """
     model = fit_line(points)
     if model is None:
         return None
@@ -87,7 +89,7 @@ class CostModel(_Measured):
     @model_validator(mode="before")
     @classmethod
     def _of_file(cls, values: Any) -> Any:
-        """The file has the values of the fit among the others."""
+        """Nest the values of the fit, which the file has beside the others."""
         return (
             values | {"fit": values} if isinstance(values, dict) and "fit" not in values else values
         )
@@ -100,8 +102,9 @@ class CostModel(_Measured):
         return name
 
     def time_s(self, bus_bytes: float) -> float | None:
-        """Seconds of one call; None where size made no difference as far as it was measured, and
-        these are more bytes."""
+        """Return the seconds of one call. None: the measured times do not depend on the size, and
+        this call is larger than any of them.
+        """
         flat = self.fit.bytes_per_s is None
         return None if flat and bus_bytes > self.largest_bytes else self.fit.time_s(bus_bytes)
 
@@ -175,7 +178,8 @@ class Profile(_Measured):
     def line(
         self, axis: str, link: str, operation: str, dtype: str, num_ranks: int
     ) -> CostModel | None:
-        """The nearest that was measured; None where such a link was not, with this operation.
+        """Return the nearest measured line; None if this operation was not measured over such a
+        link.
 
         The same axis goes first, then all its groups at once, the element type (else a floating
         one), and the number of ranks, by its ratio.
@@ -194,13 +198,13 @@ class Profile(_Measured):
 
 
 def dumps(profile: Profile) -> str:
-    """The text of the file."""
+    """Return the text of the file."""
     absent = {"device"} if profile.device is None else None
     return json.dumps(profile.model_dump(exclude=absent), indent=1) + "\n"
 
 
 def read(path: Path) -> Profile:
-    """The profile in a file that `tdp comm bench --profile` wrote.
+    """Return the profile in a file that `tdp comm bench --profile` wrote.
 
     Raises:
         ConfigError: it cannot be read, is damaged, or is something else.

@@ -56,7 +56,7 @@ class SlowLinks:
 
 
 def find_suspects(times_s: Mapping[Pair, float], hosts: Sequence[str]) -> SlowLinks:
-    """Judge the median time of each pair of ranks; `hosts` by rank.
+    """Judge the median time of each pair of ranks. hosts: host of each rank.
 
     times_s: at least one pair.
     """
@@ -118,7 +118,9 @@ def _slow_ranks(times_s: Mapping[Pair, float], hosts: Sequence[str]) -> dict[int
 
 
 def _slow_hosts(between: Mapping[Link, float], out: Iterable[str]) -> set[str]:
-    """The host with the largest slow share first, then without it again; `out` are out already."""
+    """Return slow hosts: the one with the largest share of slow links first, then the next among
+    the links that remain. `out`: hosts that are left out from the start.
+    """
     other_links = {link: t for link, t in between.items() if not {*link} & {*out}}
     slow_hosts: set[str] = set()
     while True:
@@ -252,7 +254,7 @@ class BenchReport(BaseModel, frozen=True):
     @computed_field
     @property
     def lines(self) -> tuple[CostModel, ...]:
-        """A fit for each kind of rows that has two sizes or more."""
+        """A fit for each kind of rows that has at least two sizes."""
         kinds: dict[tuple[str, str, str, str, str, int], list[tuple[float, float]]] = {}
         for row in self.rows:
             kind = (row.axis, row.link, row.operation, row.mode, row.dtype, row.num_ranks)
@@ -301,7 +303,7 @@ where it blocks)."""
 def rows_of(
     cell: Measurement, times_s: Iterable[Times], link: Mapping[Participants, str]
 ) -> tuple[Row, ...]:
-    """A row for each link."""
+    """Return a row for each link."""
     by_link: dict[str, list[tuple[float, float, Times]]] = {}
     for one in times_s:
         unit, ours, bare, _ = one
@@ -341,7 +343,7 @@ def rate(bytes_per_s: float) -> str:
 
 
 def parse_limits(texts: Sequence[str]) -> dict[str, float]:
-    """`data=10,pipe=2` or `10` (every axis), in GB/s, as bytes a second by axis.
+    """Parse `data=10,pipe=2`, or `10` for every axis, in GB/s; return bytes per second by axis.
 
     Raises:
         ConfigError: no positive number, or one axis twice.
@@ -362,7 +364,7 @@ def parse_limits(texts: Sequence[str]) -> dict[str, float]:
 
 
 def violations(report: BenchReport, limits: Mapping[str, float]) -> list[str]:
-    """One line for each operation whose best size stays under its limit.
+    """Return one line for each operation whose best size stays below its limit.
 
     The best size counts, because small messages are slow on any network; of the units that were
     measured the slowest.

@@ -67,7 +67,7 @@ class Request:
         return any(len(self.counted_sizes(dtype, 1)) > 1 for dtype in self.dtypes)
 
     def counted_sizes(self, dtype: str, num_parts: int) -> list[int]:
-        """The sizes in bytes of full elements, so that small ones may fall together."""
+        """Return the sizes in bytes after rounding to full elements, each once."""
         width = ELEMENT_BYTES[dtype]
         sizes = [whole_elements(x, dtype, num_parts) * width for x in self.sizes_bytes]
         return list(dict.fromkeys(sizes))
@@ -150,7 +150,7 @@ def link_of(unit: Participants, hosts: Sequence[str]) -> str:
 
 
 def units_of(groups: Iterable[Sequence[int]], is_message: bool) -> list[Participants]:
-    """The groups of more than one rank, or the neighbours in them: (0, 1), (1, 2), ..."""
+    """Return the groups of more than one rank, or the neighbours in them: (0, 1), (1, 2), ..."""
     units: list[Participants] = []
     for ranks in map(tuple, groups):
         if is_message:
@@ -161,7 +161,7 @@ def units_of(groups: Iterable[Sequence[int]], is_message: bool) -> list[Particip
 
 
 def one_by_one(units: Sequence[Participants], hosts: Sequence[str], limit: int) -> list[Round]:
-    """Rounds of one unit: up to `limit` of each link, spread over those there are."""
+    """Return rounds of one unit each: up to `limit` units of each link, spread over all units."""
     chosen: list[Participants] = []
     for link in (NODE, NETWORK):
         same = [unit for unit in units if link_of(unit, hosts) == link]

@@ -65,7 +65,7 @@ class Diagnosis:
     text: str
 
     def failure(self, time_s: float) -> Failure:
-        """The first culprit's, for a supervisor. time_s: of the alarm."""
+        """Return the failure of the first culprit, for a supervisor. time_s: time of the alarm."""
         first = self.suspects[0]
         return Failure(
             first.rank, first.host, first.pid, time_s, FailureKind.HUNG, 1, first.what, self.text
@@ -80,7 +80,7 @@ def diagnose(
     topology: Topology | None = None,
     noted: Mapping[int, str] | None = None,
 ) -> Diagnosis:
-    """The culprits of a hang and the report.
+    """Return the culprits of a hang and the report.
 
     dumps: by rank, of all that have one. stacks: left by the C side of those that do not answer.
     topology: gives ranks their coordinates. noted: letters of those whose watchers say that they
@@ -122,7 +122,7 @@ class Hang:
     # -- a rank in words ---------------------------------------------------------------
 
     def who(self, rank: int) -> str:
-        """`data 2 pipe 1 tensor 0 on node17`, axes of size 1 left out."""
+        """Return `data 2 pipe 1 tensor 0 on node17`, without axes of size 1."""
         name = ""
         if self.topology is not None:
             name = " ".join(f"{axis} {i}" for axis, i in self.topology.place(rank).items())
@@ -130,7 +130,7 @@ class Hang:
         return (name or f"rank {rank}") + (f" on {host}" if host else "")
 
     def describe_rank(self, rank: int) -> str:
-        """The same after the number."""
+        """Return the rank number with `who` behind it."""
         who = self.who(rank)
         return who if who.startswith("rank ") else f"rank {rank} ({who})"
 
@@ -162,7 +162,7 @@ class Hang:
     # -- who is to blame ---------------------------------------------------------------
 
     def suspects(self) -> tuple[Suspect, ...]:
-        """At least one, the first one to blame first."""
+        """Return at least one suspect, the most likely culprit first."""
         troubled = [c for rank in range(self.world_size) if (c := self._trouble(rank)) is not None]
         busy = self.answered & self.blocked_by.keys() - self.waiting.keys()
         if (crossed := self._crossed()) is not None:
@@ -185,7 +185,7 @@ class Hang:
         return from_json(self.dumps[culprit.rank].error).time_s
 
     def _of(self, rank: int, cause: Cause, what: str) -> Suspect:
-        """One that answers, with its stacks."""
+        """Return a suspect for a rank that answers, with its stacks."""
         dump = self.dumps[rank]
         loop = dump.stacks[:1]
         detail = "\n".join([*loop, *({loop_of(dump.stacks)} - {*loop, ""})])
@@ -251,7 +251,9 @@ class Hang:
         return self._of(first.rank, Cause.CIRCLE, fault)
 
     def _versions(self, wait: RankWait) -> list[str]:
-        """`all_reduce float32[4] (rank 0)`, `broadcast float32[4] (ranks 1, 2)`."""
+        """Return texts such as `all_reduce float32[4] (rank 0)`, `broadcast float32[4] (ranks 1,
+        2)`.
+        """
         call = wait.call
         parties = call.ranks if call.peer is None else (wait.rank, call.peer)
         waiting = [
@@ -264,10 +266,11 @@ class Hang:
         return versions(waiting)
 
     def _unexplained(self) -> Suspect:
-        """All answer, and no rank is known to be waited for: then the stacks decide.
+        """Return a suspect by the stacks, where all ranks answer and no rank is known to be waited
+        for.
 
-        A rank in a library's call that waits is not to blame; of the rest, the one whose stack is
-        the rarest.
+        A rank that waits in a library's call is not to blame. Of the others, the rank with the
+        rarest stack is suspected.
         """
         waiting = {rank for rank in self.answered if self._is_waiting(rank)}
         if waiting == self.answered and (stuck := self._stuck_devices()) is not None:
@@ -300,7 +303,9 @@ class Hang:
         return self._of(conflict.first, Cause.CIRCLE, fault)
 
     def _stuck_devices(self) -> Suspect | None:
-        """All wait, and for no rank that is behind: what does not end is on devices."""
+        """Return a suspect where all ranks wait and none of them is behind: then calls on devices
+        do not end.
+        """
         first, *more = sorted(r for r in self.answered if self._is_on_device(r)) or [None]
         if first is None:
             return None
@@ -315,7 +320,9 @@ class Hang:
     # -- the report --------------------------------------------------------------------
 
     def report(self, culprits: Sequence[Suspect]) -> str:
-        """The first lines name the culprits; ranks that say the same are said once."""
+        """Return the report. Its first lines name the culprits; ranks with the same text are
+        grouped.
+        """
         # without those that failed because others had, unless there are no others
         blamed = [c for c in culprits if c.cause is not Cause.FOLLOWED] or culprits[:1]
         parts = [

@@ -43,7 +43,9 @@ class Process:
         return cls(socket.gethostname(), pid, _stat(pid)[2], _space())
 
     def state(self) -> str | None:
-        """A letter as in /proc (R, S, D, T, ...), "" if it is gone; None: cannot be seen here."""
+        """Return a letter as in /proc (R, S, D, T, ...), "" if the process is gone; None: it cannot
+        be seen from here.
+        """
         if self.host != socket.gethostname() or self.space != _space():
             return None
         letter, _, started = _stat(self.pid)
@@ -139,7 +141,7 @@ class Folder:
         self._hosts = self.path / "hosts"
 
     def make(self) -> None:
-        """The folder, and in it what all ranks have in common."""
+        """Make the folder, with the files that all ranks share."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for common in (self._alarm, self._reported):
             os.close(open_regular(common, _OPEN, 0o600))
@@ -151,7 +153,7 @@ class Folder:
         return open_regular(self.stacks_of(dump), _OPEN | os.O_TRUNC, 0o600)
 
     def stacks_of(self, dump: Dump) -> Path:
-        """The file of what the C side of a rank writes."""
+        """Return the file to which the C side of a rank writes its stacks."""
         return self._of(dump).with_suffix(".stacks")
 
     def write(self, dump: Dump) -> None:
@@ -295,7 +297,7 @@ def remove_traces(parent: Path) -> None:
 
 
 def states(dumps: Mapping[int, Dump]) -> dict[int, str]:
-    """Letters by rank, as ranks of the same host saw them."""
+    """Return the state letter of each rank's process, as ranks of the same host saw it."""
     return {rank: letter for dump in dumps.values() for rank, letter in dump.neighbours.items()}
 
 
@@ -306,14 +308,18 @@ def _append(path: Path) -> None:
 
 
 def _is_marked(path: Path) -> bool:
-    """Opened, not asked for its size: that is when a network file system looks again."""
+    """Return whether the file has content. It is opened, as a network file system looks again only
+    at an open and not at a stat.
+    """
     with contextlib.suppress(OSError), path.open("rb") as file:
         return bool(file.read(1))
     return False
 
 
 def _stat(pid: int) -> tuple[str, int, str]:
-    """(state, parent, start time) of a process of this host; ("X", 0, "") if there is none."""
+    """Return (state, parent, start time) of a process of this host; ("X", 0, "") if there is
+    none.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace")
     except OSError:

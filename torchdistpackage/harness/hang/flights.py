@@ -33,16 +33,17 @@ class InFlightCall:
 
     @property
     def name(self) -> tuple[object, ...]:
-        """Equal on all ranks."""
+        """A name of the call that is equal on all ranks."""
         return self.ranks, self.group, self.sequence, self.is_message, self.operation
 
     def __str__(self) -> str:
-        """`all_reduce number 57 of ranks 0, 2`."""
+        """Return `all_reduce number 57 of ranks 0, 2`."""
         return f"{self.operation} number {self.sequence} of {ranks_listed(self.ranks, 'ranks')}"
 
 
 def of_trace(trace: Mapping[str, Any]) -> tuple[InFlightCall, ...]:
-    """The first calls in `trace`, the recorder's dump, that have not ended, in order of issue.
+    """Return the first calls in `trace`, the recorder's dump, that have not ended, in order of
+    issue.
 
     KeyError, TypeError, ValueError: it is none.
     """
@@ -91,7 +92,7 @@ class OrderConflict:
 
 
 def order_conflict(flights: Flights) -> OrderConflict | None:
-    """Two unfinished calls of different groups that two ranks have issued in different orders."""
+    """Return two unfinished calls of different groups that two ranks issued in different orders."""
     seen: dict[tuple[object, object], int] = {}
     for rank, flights_of_rank in flights.items():
         for one, other in combinations(flights_of_rank, 2):
@@ -104,7 +105,7 @@ def order_conflict(flights: Flights) -> OrderConflict | None:
 
 
 def met(flights: Flights) -> InFlightCall | None:
-    """The first unfinished call that each of its ranks has issued."""
+    """Return the first unfinished call that each of its ranks has issued."""
     names = {rank: {flight.name for flight in each} for rank, each in flights.items()}
     for flight in (flight for each in flights.values() for flight in each):
         if flight.ranks and all(flight.name in names.get(rank, ()) for rank in flight.ranks):
@@ -113,7 +114,9 @@ def met(flights: Flights) -> InFlightCall | None:
 
 
 def lines(flights: Flights, most: int) -> list[str]:
-    """`all_reduce number 57 of ranks 0, 2: started on rank 0, scheduled on rank 2`; the first."""
+    """Return lines such as `all_reduce number 57 of ranks 0, 2: started on rank 0, scheduled on
+    rank 2`, for the first calls.
+    """
     by_name: dict[object, list[tuple[InFlightCall, int]]] = {}
     for rank, flights_of_rank in flights.items():
         for flight in flights_of_rank[:most]:

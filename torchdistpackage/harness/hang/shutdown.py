@@ -110,7 +110,9 @@ class Shutdown:
         os._exit(1)
 
     def _end_the_silent(self, own_dump: Dump) -> None:
-        """Stopped processes, and those whose interpreter is held, do not end by themselves."""
+        """Kill ranks of this host that cannot end by themselves: stopped processes, and those in
+        which some call holds the interpreter.
+        """
         for rank, dump in self.folder.read_host(own_dump.process.host).items():
             if rank != self.rank and not dump.answers and dump.process.state():
                 if dump.failure:
@@ -140,7 +142,7 @@ def _loses_a_peer(dumps: dict[int, Dump]) -> bool:
 
 
 def _leave_end(dump: Dump, path: Path, hangs: str = "") -> None:
-    """For a supervisor: this rank ends because of others, unless more has been said."""
+    """Note for a supervisor that this rank ends because of others, unless a report of it exists."""
     if not path.exists():
         kind, process = FailureKind.HUNG if hangs else FailureKind.ENDED, dump.process
         failure = Failure(dump.rank, process.host, process.pid, time.time(), kind, 1, hangs)

@@ -19,7 +19,9 @@ HELD_S = 3.0
 
 
 def loop_of(stacks: Sequence[str]) -> str:
-    """The stack in which the loop goes on: the first one, or that of autograd's thread."""
+    """Return the stack in which the training loop runs: the first one, or that of autograd's
+    thread.
+    """
     if not stacks:
         return ""
     if _ENGINE.search(_frames(stacks[0])[-1]):

@@ -49,7 +49,7 @@ class RecordedCall:
 
     @property
     def line(self) -> tuple[object, ...]:
-        """The calls that are numbered together."""
+        """The key of calls that are numbered together."""
         return self.group, self.peer, self.operation if self.peer is not None else ""
 
     def differs(self, other: "RecordedCall") -> bool:
@@ -84,7 +84,7 @@ class RecordedCall:
 
     @property
     def exactly(self) -> str:
-        """Everything that is known of it."""
+        """A text with everything that is known of the call."""
         tensor = f", {self._tensor}" if self.dtype else ""
         text = f"{self.operation} number {self.sequence}{self._towards}"
         return f"{text}, {self._group}{tensor}, for {self.age_s:.1f} s"
@@ -143,7 +143,9 @@ class RankRecord:
 
     @cached_property
     def calls(self) -> list[RecordedCall]:
-        """All that the snapshot has, oldest first; of thousands of ranks few are asked for them."""
+        """All calls of the snapshot, oldest first. They are decoded late, as a report over
+        thousands of ranks needs few of them.
+        """
         return list(map(self._call, self._calls))
 
     def _call(self, call: Mapping[str, Any]) -> RecordedCall:
@@ -186,7 +188,7 @@ class RankRecord:
 
 
 def _line(call: Mapping[str, Any]) -> tuple[int, Any, str]:
-    """The fields shared by calls that wait for each other in turn; as `RecordedCall.line`, of one
+    """Return the fields that calls in one line of numbers share, like `RecordedCall.line`, for one
     rank.
     """
     peer = call["peer"]
@@ -228,7 +230,7 @@ class _Meeting:
 
 
 def waits(records: Mapping[int, RankRecord], blocked: Iterable[int]) -> list[RankWait]:
-    """All waits of the ranks `blocked`. A rank without a record is waited for."""
+    """Return all waits of the ranks `blocked`. A rank without a record counts as waited for."""
     meetings: dict[tuple[object, ...], _Meeting] = {}
     rank_waits: list[RankWait] = []
     for rank in sorted(blocked):
@@ -242,7 +244,7 @@ def waits(records: Mapping[int, RankRecord], blocked: Iterable[int]) -> list[Ran
 
 
 def blocked_by(rank_waits: Sequence[RankWait]) -> dict[int, set[int]]:
-    """Rank -> ranks that wait for it, directly or through others."""
+    """Return a map from each rank to the ranks that wait for it, directly or through others."""
     direct: dict[int, set[int]] = {}
     for wait in rank_waits:
         for member in wait.behind:
@@ -259,7 +261,9 @@ def blocked_by(rank_waits: Sequence[RankWait]) -> dict[int, set[int]]:
 
 
 def cycles(rank_waits: Sequence[RankWait]) -> list[list[RankWait]]:
-    """Waits that lead back to where they began, for ranks that wait for no rank outside of one."""
+    """Return waits that lead back to where they began, for ranks that wait for no rank outside of
+    the cycle.
+    """
     of_rank: dict[int, list[RankWait]] = {}
     for wait in rank_waits:
         if wait.behind:
@@ -323,7 +327,9 @@ def aborted(rank: int, stack: str, records: Mapping[int, RankRecord]) -> str:
 
 
 def _met(rank: int, records: Mapping[int, RankRecord]) -> dict[int, RecordedCall]:
-    """By peer its last call with `rank` that has not ended, where no device does the waiting."""
+    """Return, for each peer, its last unfinished call with `rank` in which the host and not a
+    device waits.
+    """
     calls: dict[int, RecordedCall] = {}
     for peer, record in records.items():
         for call in reversed(record.calls):
@@ -338,13 +344,13 @@ def _met(rank: int, records: Mapping[int, RankRecord]) -> dict[int, RecordedCall
 
 
 def versions(calls: Iterable[tuple[RecordedCall, int]]) -> list[str]:
-    """`all_reduce float32[4] (ranks 0, 2)`, of calls and their ranks."""
+    """Return texts of calls and their ranks, such as `all_reduce float32[4] (ranks 0, 2)`."""
     by_version = grouped((call.called, rank) for call, rank in calls)
     return [f"{version} ({ranks_listed(ranks)})" for version, ranks in by_version.items()]
 
 
 def grouped(pairs: Iterable[tuple[Alike, int]]) -> dict[Alike, list[int]]:
-    """The ranks that say the same."""
+    """Group ranks that have the same text."""
     groups: dict[Alike, list[int]] = {}
     for key, rank in pairs:
         groups.setdefault(key, []).append(rank)

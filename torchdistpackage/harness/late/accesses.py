@@ -61,7 +61,9 @@ class StorageRange:
 
 @dataclass
 class TrackedStorage:
-    """A storage. made_on: whose allocator gets it back. kept_for: streams of `record_stream`."""
+    """A storage with the accesses of its bytes. made_on: the stream whose allocator gets it back.
+    kept_for: streams of `record_stream`.
+    """
 
     ref: StorageWeakRef  # while it is held, no other storage gets the same number
     made_on: int
@@ -70,7 +72,9 @@ class TrackedStorage:
     kept_for: set[int] = field(default_factory=set)
 
     def cut(self, first: int, after: int, full: bool) -> tuple[list[Access], list[StorageRange]]:
-        """Earlier accesses of these bytes, and the pieces to note one in; `full`: one new one."""
+        """Return earlier accesses of these bytes, and the ranges in which to note a new access.
+        full: the new access covers all of them, so one range is enough.
+        """
         inside, rest, at = [], [], first
         for piece in sorted(self.pieces, key=lambda p: p.first):
             low, high = max(first, piece.first), min(after, piece.after)
@@ -95,7 +99,8 @@ class TrackedStorage:
 
 
 class History:
-    """names: of streams, for messages. num_host_syncs: times that the host waited for a stream.
+    """All accesses of tracked storages, and the order that streams and events give them. names:
+    names of streams, for messages. num_host_syncs: times that the host waited for a stream.
 
     Raises:
         ConfigError: this torch has other clocks.
@@ -165,7 +170,9 @@ class History:
         return memory is not None and memory.on_host
 
     def resized(self, storage: torch.UntypedStorage, stream: int, reason: str) -> None:
-        """Its memory goes back, and what it gets instead is new and of `stream`."""
+        """Note that a storage was resized: its old memory is freed, and its new memory belongs to
+        `stream`.
+        """
         if (memory := self._memories.pop(storage._cdata, None)) is not None:
             self._shared.pop(storage._cdata, None)
             self._freed(memory, reason)

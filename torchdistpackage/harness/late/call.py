@@ -95,7 +95,9 @@ class Peers:
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout) if size > 1 else None
 
     def begin(self, sends: Parts, likes: Parts) -> Transfer:
-        """sends[i] go to rank i, tensors like likes[i] come from it."""
+        """Start an exchange in which sends[i] go to rank i, and tensors like likes[i] come from
+        it.
+        """
         rooms = [[torch.empty_like(x, memory_format=_DENSE) for x in parts] for parts in likes]
         # at the root of a broadcast there is no room
         for x, room in zip(sends[self._rank], rooms[self._rank], strict=False):
@@ -115,7 +117,9 @@ class Peers:
         return Transfer(rooms, [work], sent, got, [x for i in others for x in rooms[i]])
 
     def post(self, messages: Sequence[Posted]) -> Transfer:
-        """Messages to and from peers; those of a pair meet in order, as NCCL knows no tags."""
+        """Post messages to and from peers; those of a pair match in order, as NCCL knows no
+        tags.
+        """
         rooms, works = [], []
         for direction, x, peer in messages:
             room = x.detach().clone(memory_format=_DENSE)
@@ -140,7 +144,7 @@ class Mirror:
         return Transfer([[_fitted(x, like) for x, like in pairs] for pairs in rooms])
 
     def post(self, messages: Sequence[Posted]) -> Transfer:
-        """A rank receives what it has sent itself, in that order."""
+        """Let a rank receive what it sent itself, in that order."""
         rooms = [[x.detach().clone()] for _, x, _ in messages]
         self._sent += [room for (direction, _, _), (room,) in zip(messages, rooms, strict=True)
                        if direction == "send"]  # fmt: skip
@@ -158,8 +162,9 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _fitted(x: Tensor, like: Tensor) -> Tensor:
-    """A copy of `x` in the shape of `like`: uneven parts of a mirrored rank are its own, cut or
-    filled up with zeros."""
+    """Return a copy of `x` in the shape of `like`: a mirrored rank uses its own slice for uneven
+    ones, cut or filled up with zeros.
+    """
     flat, number = x.detach().reshape(-1), like.numel()
     if len(flat) < number:
         flat = torch.cat([flat, flat.new_zeros(number - len(flat))])
@@ -195,8 +200,9 @@ own_operations = torch._C._DisableTorchDispatch
 
 
 def span(x: Tensor) -> tuple[int, int]:
-    """Addresses of the first byte of `x` and of the first one after it; of nothing if `x` has gaps,
-    in which others may be."""
+    """Return the addresses of the first byte of `x` and of the first byte after it. The range is
+    empty if `x` has gaps, which may belong to other tensors.
+    """
     reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1
     if reach != x.numel():
         return 0, 0
@@ -247,7 +253,9 @@ class Guard:
         return ""
 
     def compare(self) -> str:
-        """The same for a tensor that is only read, once all poison is gone."""
+        """Return a fault of a tensor that the call only reads, once all poison is gone; "" if there
+        is none.
+        """
         same = self._version in (None, self.x._version)
         if same and torch.equal(_bits(self.x), self._before):
             return ""
@@ -341,7 +349,7 @@ class LateWork(OwnWork):
 
 
 def issued_at() -> str:
-    """The innermost lines of the program that led here, for a message."""
+    """Return the innermost lines of the program that led here, for a message."""
     frame, lines = sys._getframe(1), []
     while frame is not None and len(lines) < _NUM_FRAMES:
         code = frame.f_code
@@ -352,7 +360,7 @@ def issued_at() -> str:
 
 
 def _bits(x: Tensor) -> Tensor:
-    """The same memory as integers; `.data` has a version counter of its own."""
+    """Return the same memory as integers; `.data` has a version counter of its own."""
     data = torch.view_as_real(x.data) if x.is_complex() else x.data
     return data.view(_BITS[data.itemsize])
 

@@ -216,7 +216,8 @@ def register() -> None:
 
 @contextmanager
 def mirror(world_size: int, rank: int = 0, transport: str = LATE) -> Iterator[None]:
-    """Inside, this process is `rank` of `world_size` under the late transport, without peers.
+    """Make this process rank `rank` of `world_size` inside the block, under the late transport and
+    without peers.
 
     Every other rank is taken to hold what this one holds: a sum is the value times the ranks of the
     group, a gather copies of it, and a message received is the one that was sent. Milliseconds.

@@ -226,8 +226,8 @@ _OF_A_DEVICE: dict[tuple[str, str], object] = {
 
 @contextmanager
 def ordered_streams() -> Iterator[History]:
-    """Inside, `torch.cuda`'s streams and events are doubles, and work that they do not order is
-    refused; with `mirror`, calls of its groups too.
+    """Replace `torch.cuda`'s streams and events by doubles inside the block, and refuse work that
+    they do not order; with `mirror`, calls of its groups too.
 
     Raises:
         RaceError: two accesses of the same bytes, of which one writes, are not ordered.
@@ -264,7 +264,7 @@ def _record_stream(x: Tensor, stream: StreamDouble) -> None:
 
 
 def _read(read: Callable[..., object]) -> Callable[..., object]:
-    """The host reads `x`."""
+    """Note that the host reads `x`."""
 
     def function(x: Tensor, *args, **kwargs) -> object:
         history = _histories[-1]

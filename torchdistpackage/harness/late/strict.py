@@ -103,7 +103,7 @@ class DeviceMemory:
         return x.layout is not torch.strided or x.untyped_storage()._cdata in self._storages
 
     def check(self, name: str, operation: str, tensors: Sequence[Tensor]) -> None:
-        """RaceError: a tensor is in host memory, or of a dtype that NCCL does not know."""
+        """Raise RaceError if a tensor is in host memory, or of a dtype that NCCL does not know."""
         if operation == "barrier":  # its token is the transport's own
             return
         for x in tensors:
@@ -123,7 +123,9 @@ class DeviceMemory:
 
 @contextmanager
 def strictness(token: str) -> Iterator[None]:
-    """Inside, tensors of this thread are on the device or not, if `token` (orders.py) asks."""
+    """Treat tensors that this thread makes inside the block as on the device or not, if `token`
+    (orders.py) asks for it.
+    """
     if not Order(token).strict:
         yield
         return
@@ -183,7 +185,7 @@ class _Functions(TorchFunctionMode):
         return DEVICE if args[0] in self._marks and device == _HOST else device
 
     def _to(self, func, args, kwargs) -> Tensor:
-        """A copy where the device is another one, as between host and GPU."""
+        """Return a copy if the device is another one, as between host and GPU."""
         x, places = args[0], [*args[1:], *kwargs.values()]
         devices = [torch.device(y) if isinstance(y, str) else y for y in places
                    if isinstance(y, str | torch.device)]  # fmt: skip
@@ -254,7 +256,9 @@ def _is_device(device: object) -> bool:
 
 
 def caller() -> FrameType | None:
-    """The innermost frame that is neither torch's nor ours; None inside the late transport."""
+    """Return the innermost frame that is neither torch's nor ours; None inside the late
+    transport.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

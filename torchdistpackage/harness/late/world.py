@@ -53,10 +53,10 @@ class Observer:
     def called(
         self, queue: Queue, name: str, reads: Tensors, writes: Tensors, call: LateCall | None
     ) -> None:
-        """call: None if the caller's stream runs it."""
+        """Note a call. call: None if the caller's stream runs it."""
 
     def waited(self, call: LateCall) -> None:
-        """The caller's stream waits."""
+        """Note that the caller's stream waits for `call`."""
 
 
 class World:
@@ -74,7 +74,9 @@ class World:
 
     @contextmanager
     def job(self, token: str, rank: int) -> Iterator[None]:
-        """Inside, calls complete in the order that `token` names. RaceError: a call was lost."""
+        """Complete calls inside the block in the order that `token` names. Raises RaceError if a
+        call was never waited for.
+        """
         self._begin(token, rank)
         with InFlightGuard(self._in_flight):
             yield
@@ -100,7 +102,7 @@ class World:
             self.queues.append(queue)
 
     def forget(self, queue: Queue) -> None:
-        """A group ends."""
+        """Forget the queue of a group that ended."""
         if queue in self.queues:
             self.queues.remove(queue)
 
@@ -198,7 +200,9 @@ def storages_of(tensors: Iterable[tuple[object, Tensor]]) -> set[int]:
 
 
 def made_in(result: object, old: set[int]) -> list[Tensor]:
-    """Tensors of a result in other storages than the `old` ones, of which others are views."""
+    """Return tensors of a result that are in other storages than the `old` ones; the rest are views
+    of inputs.
+    """
     tensors = [x for x in leaves_of(result) if isinstance(x, Tensor)]
     strided = [x for x in tensors if x.layout is torch.strided]
     return [x for x in strided if x.untyped_storage()._cdata not in old]

@@ -138,7 +138,7 @@ def _groups(traces: Sequence[Trace]) -> list[LintGroup]:
 def _replay(
     board: Matcher, trace: Trace, groups: Groups, before: Before | None = None
 ) -> Iterator[PendingOp]:
-    """The same entries on other groups; gives those that are waited for."""
+    """Issue the same entries on other groups; yield those that are waited for."""
     new: dict[PendingOp, PendingOp] = {}
     for entry, is_wait in trace:
         if is_wait:
@@ -171,7 +171,9 @@ class Connections:
         self._pairs: set[tuple[int, LintGroup, int | None, int]] = set()
 
     def before(self, entry: PendingOp, messages: Sequence[P2POp]) -> Iterator[PendingOp]:
-        """Entries that are waited for before this one is issued; messages: its own."""
+        """Yield entries that are waited for before this one is issued. messages: messages of the
+        entry.
+        """
         rank, group = entry.rank, entry.group
         if not group.lazy or len(group.ranks) == 1:
             return
@@ -195,7 +197,7 @@ class Connections:
     def note(
         self, entry: PendingOp, group: LintGroup, messages: Sequence[P2POp]
     ) -> tuple[bool, list[P2POp]]:
-        """(whether `group` is connected by the entry, which of its messages connect a pair)."""
+        """Return whether the entry connects `group`, and which of its messages connect a pair."""
         rank = entry.rank
         connects = entry.call is not None or (entry.is_batch and rank not in group.eager)
         connects = connects and (rank, group) not in self._known

@@ -50,7 +50,7 @@ class LintReport:
         return self.finding is None
 
     def check(self) -> "LintReport":
-        """Itself.
+        """Return this report if it has no finding.
 
         Raises:
             CommError: there is a finding; the text is its text.

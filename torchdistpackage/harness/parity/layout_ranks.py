@@ -56,7 +56,7 @@ class ProgramFunction:
 
 
 def importable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, so that ranks find it also where its module is `__main__`."""
+    """Return the function in a form that ranks can load, also if its module is `__main__`."""
     inner, args, kwargs = function, (), {}
     if isinstance(function, partial):
         inner, args, kwargs = function.func, function.args, function.keywords
@@ -123,12 +123,12 @@ def _take_steps(
 
 
 def _plain(name: str) -> str:
-    """A name without what wrappers put before it."""
+    """Return a parameter's name without the prefixes of wrappers (`module`, `_orig_mod`)."""
     return ".".join(x for x in name.split(".") if x not in ("module", "_orig_mod"))
 
 
 def named(pairs: Any) -> dict[str, Tensor]:
-    """Copies by names as the unwrapped module has them."""
+    """Return copies by the names that the unwrapped module has for them."""
     return {_plain(name): x for name, x in copies(pairs).items()}
 
 
@@ -138,7 +138,7 @@ def run_layouts(
     layouts: Sequence[Mapping[str, int]],
     ranks: Callable[[int], Ranks],
 ) -> list[list[ParityRecord]]:
-    """The records of one process, and of every layout."""
+    """Return the records of one process, and of every layout."""
     records = []
     build, batch = importable(build), importable(batch)
     for axes in ({}, *layouts):

@@ -13,7 +13,9 @@ Axes = Mapping[str, int]
 
 
 def layouts_of(axes: Axes) -> list[dict[str, int]]:
-    """Each axis with several ranks alone, all pairs, and all together; two ranks an axis."""
+    """Return each axis with several ranks alone, all pairs, and all together; two ranks per
+    axis.
+    """
     several = [axis for axis, size in axes.items() if size > 1]
     sizes = dict.fromkeys(several, 2)
     layouts = [
@@ -25,7 +27,7 @@ def layouts_of(axes: Axes) -> list[dict[str, int]]:
 
 
 def text_of(axes: Axes) -> str:
-    """`data 2, pipe 2`."""
+    """Return `data 2, pipe 2`."""
     return ", ".join(f"{axis} {size}" for axis, size in axes.items())
 
 
@@ -62,7 +64,7 @@ class ParityReport:
 
 
 def checked(layouts: Iterable[Axes], most_ranks: int) -> list[dict[str, int]]:
-    """The same as plain dicts, without axes of one rank and without layouts of one rank.
+    """Return the layouts as plain dicts, without axes of one rank and without layouts of one rank.
 
     Raises:
         ValueError: a layout has no ranks, or more than `most_ranks`.

@@ -102,13 +102,14 @@ class Phases:
         self.began_s = _now_s()
 
     def end(self) -> None:
-        """The step is over as far as this host knows, and its times are kept."""
+        """End the step, as far as this host knows, and keep its times."""
         self._steps.append((recorder.step, self._marks or []))
         self._marks = None
 
     def kept(self, after: int = 0) -> dict[int, Times]:
-        """Times of the last steps, of those after `after`, by step, but for those that a device is
-        still at."""
+        """Return times by step for the kept steps after `after`, without steps that a device has
+        not finished.
+        """
         return {
             step: _between(marks)
             for step, marks in self._steps
@@ -148,7 +149,7 @@ class _PhaseContext:
 
 
 def _between(marks: Sequence[Mark]) -> Times:
-    """Seconds by phase from the marks at which each began."""
+    """Return the seconds of each phase from the marks at which phases began."""
     times: Times = {}
     for (name, start), (_, end) in pairwise(marks):
         times[name] = times.get(name, 0.0) + seconds(start, end)
@@ -156,7 +157,8 @@ def _between(marks: Sequence[Mark]) -> Times:
 
 
 def cpu_wait_clock() -> Callable[[], float]:
-    """Seconds of the wall clock less those in which the calling thread waited for a core.
+    """Return a clock: seconds of the wall clock less those in which the calling thread waited for a
+    core.
 
     What a rank computes takes as long as it takes; when it gets a core is decided by whatever else
     runs on the host. Linux counts the second for each thread, in nanoseconds. The wall clock alone
@@ -231,7 +233,9 @@ class Comparison:
         self._alerts: Alerts | None = None
 
     def __call__(self, step: int) -> list[str]:
-        """Lines about ranks found to be slow, or no longer, on the group's first rank."""
+        """Return lines about ranks that became slow, or are slow no longer; only the group's first
+        rank has some.
+        """
         if not self._every or self._group.size() == 1:
             return []
         if self._first is None:
@@ -259,7 +263,7 @@ class Comparison:
         self._pending = primitives.all_gather(row, self._group, async_op=True)
 
     def _read(self) -> list[str]:
-        """Judge what has arrived."""
+        """Judge the times that have arrived."""
         if self._pending is not None:
             table, self._pending = self._pending.wait(), None
             self._arrived = OnHost(table) if self._group.rank() == 0 else None

@@ -79,8 +79,9 @@ class Straggler:
         return self.time_s - self.peers_s
 
     def described(self, mesh: Mesh, hosts: Sequence[str]) -> str:
-        """`rank 5 (data 1 pipe 0) on node07: data loading takes 61.0 ms a step, its peers 11.0 ms
-        (50.0 ms or 455% more)`. hosts: by rank."""
+        """Return a line such as `rank 5 (data 1 pipe 0) on node07: data loading takes 61.0 ms a
+        step, its peers 11.0 ms (50.0 ms or 455% more)`. hosts: host of each rank.
+        """
         more = f"{1000 * self.excess_s:.1f} ms"
         if self.excess_s <= MOST_SHARE * self.peers_s:
             more += f" or {self.excess_s / self.peers_s:.0%}"
@@ -90,7 +91,7 @@ class Straggler:
         )
 
     def who(self, mesh: Mesh, hosts: Sequence[str]) -> str:
-        """`rank 5 (data 1 pipe 0) on node07`."""
+        """Return `rank 5 (data 1 pipe 0) on node07`."""
         where = " ".join(f"{axis} {index}" for axis, index in mesh.coord(self.rank).items())
         return f"rank {self.rank} ({where}) on {hosts[self.rank]}"
 
@@ -113,7 +114,7 @@ def find_stragglers(
     alike: Mapping[str, Sequence[Sequence[int]]],
     costs: Mapping[str, Cost] = MappingProxyType({}),
 ) -> list[Straggler]:
-    """Ranks that are slow in this window of steps, the worst first.
+    """Return ranks that are slow in this window of steps, the worst first.
 
     alike: see `same_work`. costs: by phase; without, ranks alone in their group are not judged.
     """
@@ -138,7 +139,9 @@ def find_stragglers(
 def measured(
     times: Times, before: Mapping[str, Cost], stragglers: Sequence[Straggler]
 ) -> dict[str, Cost]:
-    """Costs after this window: means over windows, but for phases in which a rank was slow."""
+    """Return costs after this window: means over windows. A phase in which a rank was slow keeps
+    its costs.
+    """
     slow = {straggler.phase for straggler in stragglers}
     costs = dict(before)
     for phase, rows in times.items():
@@ -152,7 +155,7 @@ def measured(
 
 
 def fastest_of(times: Times, groups: Iterable[Sequence[int]], phases: Collection[str]) -> Times:
-    """The same, but in `phases` each rank has the times of the fastest of its group.
+    """Return `times`, where in `phases` each rank has the times of the fastest of its group.
 
     For ranks that wait for each other inside these phases where their wait looks like work: the
     fastest one waited least.
@@ -193,7 +196,9 @@ def _judged(
     busy_s: float,
     slack: float = 0.0,
 ) -> list[Straggler]:
-    """The rank if it is slow, else nothing."""
+    """Return the rank as a straggler if its times exceed the typical ones clearly enough, else
+    nothing.
+    """
     more = [x - y for x, y in zip(values, typical, strict=True)]
     excess_s, peers_s = median(more), median(typical)
     least_s = max(MIN_EXCESS_S, MIN_OF_STEP * busy_s, max(MIN_OF_PHASE, slack) * peers_s)
@@ -220,7 +225,7 @@ class Alerts:
         self._before: set[tuple[int, str]] = set()
 
     def alerts(self, stragglers: Sequence[Straggler]) -> list[str]:
-        """Lines about what is new in a window whose stragglers are `found`."""
+        """Return lines about what is new in a window with these `stragglers`."""
         lines: list[str] = []
         now = {(straggler.rank, straggler.phase): straggler for straggler in stragglers}
         for key, straggler in now.items():

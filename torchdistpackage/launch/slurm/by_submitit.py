@@ -151,7 +151,9 @@ def _link_main_log(files: RunDir, output: Path) -> None:
 
 @contextmanager
 def _environment(env: Mapping[str, str]) -> Generator[None]:
-    """submitit starts sbatch with this process's environment."""
+    """Make `env` this process's environment inside the block, because submitit starts sbatch with
+    that.
+    """
     previous = dict(os.environ)
     os.environ.clear()
     os.environ.update(env)

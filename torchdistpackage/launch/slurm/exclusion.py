@@ -18,7 +18,7 @@ _NO_NODES = re.compile(r"allocation failure: .*node", re.IGNORECASE)
 
 
 def exclusion(script: Path, nodes: Sequence[str]) -> list[str]:
-    """The option that leaves out `nodes`, and those that the script leaves out itself.
+    """Return the option that excludes `nodes`, and those that the script excludes itself.
 
     An option on the command line takes the place of the script's own.
     """
@@ -36,7 +36,7 @@ def leave_out(
     now_s: float,
     options: Sequence[str] = (),
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The nodes to leave out of this job, and what to say about them.
+    """Return the nodes to exclude from this job, and lines to print about them.
 
     As few suspects as possible are forgiven: nodes that only went down before those with errors of
     their hardware, the oldest evidence first. Where the job could not even run on all nodes that

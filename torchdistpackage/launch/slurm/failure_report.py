@@ -56,7 +56,7 @@ def exit_code(failure: Failure) -> int:
 
 
 def verdict(run: Path, start: str, code: int, num_ranks: int) -> tuple[str, int]:
-    """The block to end the log with and the job's exit code.
+    """Return the block of text that ends the log, and the job's exit code.
 
     A node that is to blame is noted in the suspects file.
     """
@@ -98,7 +98,9 @@ def _reached(files: RunDir) -> str:
 def _without_culprit(
     files: RunDir, start: str, code: int, failures: Sequence[Failure], silent: Sequence[int]
 ) -> tuple[str, int]:
-    """All reports there are speak of lost connections: a rank that left none was lost first."""
+    """Describe a failure of which all reports speak of lost connections: a rank that left no report
+    was lost first.
+    """
     nodes = next((s.nodes for s in read_starts(files.starts) if s.start == start), "")
     num_ranks, hosts = len(silent) + len(failures), expand(nodes)
     # every node of a job of ours has as many ranks as the others

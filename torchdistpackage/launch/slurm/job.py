@@ -135,7 +135,8 @@ def batch_job(
     sweep: Sweep | None = None,
     command: Sequence[str] | None = None,
 ) -> BatchJob:
-    """The job that trains `config`, or all runs of a `sweep`, which differ in their files alone.
+    """Return the job that trains `config`, or all runs of a `sweep`, which differ only in their
+    files.
 
     runs: absolute run folders. here: where the job works. python: path of the interpreter, see
     `interpreter_of`. command: of a task, if not training.
@@ -169,7 +170,7 @@ def batch_job(
 
 
 def preview(config: RunConfig, here: Path) -> BatchJob:
-    """The job as it would be, without a look at the code: its folder has no name yet."""
+    """Return the job as it would be, without a look at the code: its folder has no name yet."""
     run = absolute(config, here)
     folder = Path(run.run.dir) / run.run.name
     code = folder / "code" / "SNAPSHOT"
@@ -186,7 +187,7 @@ def interpreter_of(config: RunConfig, python: str) -> str:
 
 
 def absolute(config: RunConfig, here: Path) -> RunConfig:
-    """The same with `run.dir` from the root on, because a job may stand elsewhere."""
+    """Return the configuration with an absolute `run.dir`, as a job may start in another folder."""
     folder = os.path.normpath(here / config.run.dir)
     return config.model_copy(update={"run": config.run.model_copy(update={"dir": folder})})
 
@@ -197,7 +198,7 @@ def _literal(path: Path) -> str:
 
 
 def _options(config: RunConfig, shape: JobGeometry) -> tuple[dict[str, str | None], dict[str, str]]:
-    """Lines of the header, the layout first, and the comments that stand above some."""
+    """Return the lines of the header, the layout first, and the comments above some of them."""
     sbatch_options = header(config.launch.slurm)
     options: dict[str, str | None] = {
         "nodes": shape.nodes_text,
@@ -271,7 +272,9 @@ def code_paths(
 def import_folders(
     path: Sequence[str] | None = None, modules: Mapping[str, ModuleType] | None = None
 ) -> tuple[str, ...]:
-    """sys.path, and the folders of packages installed as editable, which may not be on it."""
+    """Return sys.path and the folders of packages that are installed as editable, which may not be
+    on it.
+    """
     folders = list(sys.path if path is None else path)
     for name, module in list((sys.modules if modules is None else modules).items()):
         # setuptools installs one such module a package; pip's `-e` says so by its name alone.
@@ -282,7 +285,7 @@ def import_folders(
 
 
 def points(sweeps: Sequence[str]) -> tuple[SweepRun, ...]:
-    """Every combination of `key=value,value` texts, the last key varying fastest.
+    """Return every combination of `key=value,value` texts; the last key varies fastest.
 
     Raises:
         ConfigError: a text is none, a key or value comes twice, or there are too many runs.
@@ -335,5 +338,5 @@ def _split(text: str) -> list[str]:
 
 
 def _fit(value: str) -> str:
-    """A value as a part of a folder's name."""
+    """Return a value in a form that fits into a folder's name."""
     return re.sub(r"[^\w.+=@-]+", "_", value).strip("_")

@@ -63,7 +63,7 @@ def query_runs(runs: Iterable[SubmittedRun], runner: Runner = run_command) -> Qu
 def active_jobs(
     run: SubmittedRun, runner: Runner = run_command, *, now_s: float | None = None
 ) -> list[JobInfo]:
-    """The run's jobs that are not over, or so new that Slurm may not show them yet.
+    """Return the run's jobs that are not over, or so new that Slurm may not show them yet.
 
     Raises:
         LaunchError: the controller does not answer.
@@ -146,7 +146,7 @@ def sbatch(
     *,
     options: Sequence[str] = (),
 ) -> str:
-    """Submit a batch script from a clean environment; the job's id.
+    """Submit a batch script from a clean environment and return the job's id.
 
     Raises:
         LaunchError: there is no such script, or Slurm does not take it.
@@ -163,7 +163,8 @@ def sbatch(
 
 
 def _lost_job(script: Path, since_s: float, noted: Sequence[str], runner: Runner) -> str:
-    """The newest job of `script` submitted since then that no one has noted; "" if there is none.
+    """Return the newest job of `script` submitted since then that no one has noted; "" if there is
+    none.
 
     Raises:
         LaunchError: the controller does not answer.

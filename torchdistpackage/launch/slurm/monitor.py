@@ -135,7 +135,9 @@ def _after_death(
 
 
 def back_off_s(history: Sequence[Attempt], limits: ResubmitLimits) -> float:
-    """The wait before a resubmission: doubled with each death in a row that brought no progress."""
+    """Return the seconds to wait before a resubmission: they double with each death in a row that
+    brought no progress.
+    """
     in_a_row = 0
     for attempt in reversed(history):
         if attempt.made_progress(limits):
@@ -156,7 +158,7 @@ class RunTarget:
         return read_run(self._run.folder) or self._run
 
     def job(self) -> str:
-        """The id of its newest job."""
+        """The id of the newest job."""
         return self._now().latest.job
 
     def step(self) -> int | None:
@@ -260,7 +262,9 @@ def monitor(
 def _observed(
     attempt: Attempt, info: JobInfo, target: Target, first_step: int, now_s: float
 ) -> Attempt:
-    """The attempt with what Slurm says of it now. first_step: where its job began."""
+    """Return the attempt with what Slurm says of it now. first_step: step at which its job
+    began.
+    """
     if info.state:
         attempt = replace(attempt, seen_s=now_s, state=info.state)
     if info.outcome is not Outcome.FAILED:

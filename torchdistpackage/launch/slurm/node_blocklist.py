@@ -102,7 +102,7 @@ def record(path: Path, evidence: NodeIncident) -> None:
 
 
 def read(path: Path) -> list[NodeIncident]:
-    """All evidence, also what has expired.
+    """Return all evidence, also expired evidence.
 
     Lines that are none are passed over with a warning, and so is what is no file.
     """
@@ -117,7 +117,7 @@ def read(path: Path) -> list[NodeIncident]:
 
 
 def reasons(path: Path, now_s: float) -> dict[str, list[NodeIncident]]:
-    """Every node to leave out, in order of names, with the evidence that says so."""
+    """Return every node to exclude, ordered by name, with the evidence against it."""
     heaviest: dict[tuple[str, str], NodeIncident] = {}
     for evidence in read(path):
         key = (evidence.node, evidence.job)

@@ -38,7 +38,7 @@ class CompletedCommand:
 
     @property
     def why(self) -> str:
-        """The first line of what went wrong."""
+        """The first line of the error."""
         lines = [line.strip() for line in (self.err or self.out).splitlines() if line.strip()]
         return lines[0] if lines else f"exit code {self.code}"
 
@@ -85,7 +85,7 @@ def run_command(
 
 
 def limited(total_s: float) -> Runner:
-    """A runner whose commands have `total_s` from now on, all together."""
+    """Return a runner whose commands together have `total_s` from now on."""
     until_s = time.monotonic() + total_s
 
     def run_within(args: Sequence[str], env: Mapping[str, str] | None = None) -> CompletedCommand:
@@ -95,7 +95,7 @@ def limited(total_s: float) -> Runner:
 
 
 def slurm_time(time_s: float) -> str:
-    """A point in time as Slurm's commands take it."""
+    """Return a point in time in the form that Slurm's commands read."""
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time_s))
 
 
@@ -195,12 +195,13 @@ class JobInfo:
 
 
 def array_job_id(job: str) -> str:
-    """The id that a job is submitted under: `123` of `123_4`, `123_[0-3%2]` and `123+1`."""
+    """Return the id that a job is submitted under: `123` for `123_4`, `123_[0-3%2]` and `123+1`."""
     return re.split(r"[_+]", job, maxsplit=1)[0]
 
 
 def expand_array(job: str) -> tuple[str, ...]:
-    """The ids that an id of squeue or sacct stands for: `7_[0-4:2,9%2]` is 7_0, 7_2, 7_4, 7_9.
+    """Return the ids that an id of squeue or sacct stands for: `7_[0-4:2,9%2]` is 7_0, 7_2, 7_4,
+    7_9.
 
     Work tasks of an array share a line. A list that Slurm cut short (`...`) gives what is there.
     """
@@ -261,7 +262,9 @@ def parse_sacct(text: str) -> dict[str, JobInfo]:
 
 
 def merge_array(job: str, jobs: Iterable[JobInfo]) -> JobInfo:
-    """The tasks of an array as one: alive while one is; then the worst of how they ended."""
+    """Merge the tasks of an array into one: alive while one task is, and then with the worst of
+    their ends.
+    """
     parts = sorted(jobs, key=lambda info: info.job)
     order = (Outcome.ALIVE, Outcome.UNKNOWN, Outcome.FAILED, Outcome.CANCELLED, Outcome.SUCCEEDED)
     worst = min(parts, key=lambda info: order.index(info.outcome), default=JobInfo(job))
@@ -278,7 +281,7 @@ def _rows(text: str, num_fields: int) -> Iterable[list[str]]:
 
 
 def _seconds(text: str) -> float | None:
-    """`2-03:04:05`, `3:04:05` or `4:05`."""
+    """Return the seconds of `2-03:04:05`, `3:04:05` or `4:05`."""
     match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", text)
     if match is None:
         return None
@@ -364,7 +367,7 @@ def _merge(job: str, queued: JobInfo | None, counted: JobInfo | None) -> JobInfo
 
 
 def _select(job: str, jobs: Mapping[str, JobInfo]) -> JobInfo:
-    """The job of that id, or the tasks of the array of that id."""
+    """Return the job with that id, or the tasks of the array with that id."""
     if info := jobs.get(job):
         return info
     return merge_array(job, (info for info in jobs.values() if info.job.startswith(f"{job}_")))

@@ -80,7 +80,9 @@ class Decision:
 
 
 def quantile(values: Sequence[float], q: float = _QUANTILE) -> float:
-    """The smallest of `values` that at least the part `q` of them does not exceed; 0 of none."""
+    """Return the smallest of `values` that at least the share `q` of them does not exceed; 0 if
+    there are none.
+    """
     ordered = sorted(values)
     return ordered[max(math.ceil(q * len(ordered)) - 1, 0)] if ordered else 0.0
 
@@ -216,7 +218,9 @@ def restart_denied(files: RunDir, start: Start, limits: RequeueSection) -> str:
 
 
 def requeue_id(env: Mapping[str, str]) -> str:
-    """The job as `scontrol requeue` must be given: one task of an array, never the entire array."""
+    """Return the id that `scontrol requeue` needs: that of one task of an array, never of the
+    entire array.
+    """
     array, task = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else env["SLURM_JOB_ID"]
 

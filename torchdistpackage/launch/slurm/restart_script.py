@@ -105,7 +105,8 @@ _tdp_ready() { wait "$_tdp_asking"; }
 
 
 def _some(job: BatchJob) -> str:
-    """The same for an elastic job, and a shell beside its first node.
+    """Return the shell text that starts the ranks of an elastic job, with a shell beside its first
+    node.
 
     Slurm takes a node that it knows to be lost out of the job; of others it only shows when they
     are asked. srun waits for a node that is gone, so each is asked by itself, and for next to
@@ -183,7 +184,8 @@ _tdp_left_nodes=$_tdp_nodes _tdp_left_tasks=$_tdp_ntasks _tdp_only=()
 
 
 def again(job: BatchJob, start: str) -> str:
-    """The same in a loop: anew in a job that goes on, on nodes that answer, if the verdict says so.
+    """Return the same shell text in a loop, which restarts the ranks within the job, on nodes that
+    answer, if the verdict says so.
 
     A signal to this shell says that the job is about to end.
     """

@@ -17,7 +17,7 @@ from torchdistpackage.run_files import RunDir
 
 
 def attempt_id(env: Mapping[str, str]) -> str:
-    """`<job id>.<restart count>` of the Slurm job in `env`; "local" outside of one.
+    """Return `<job id>.<restart count>` of the Slurm job in `env`; "local" outside of one.
 
     A requeued job keeps its id, and Slurm counts its restarts; the tasks of an array have ids of
     their own. Where the batch script starts the ranks anew, their number follows: `7.0.1`. A batch
@@ -52,7 +52,7 @@ def append_record(path: Path, record: Submission) -> None:
 
 
 def read_records(path: Path) -> tuple[Submission, ...]:
-    """All submissions in order.
+    """Return all submissions in order.
 
     Raises:
         LaunchError: it is no file that can be read.
@@ -95,7 +95,7 @@ def in_job(starts: Iterable[Start]) -> int:
 
 
 def read_starts(path: Path) -> list[Start]:
-    """All starts in order.
+    """Return all starts in order.
 
     Raises:
         LaunchError: it is no file that can be read.
@@ -105,7 +105,7 @@ def read_starts(path: Path) -> list[Start]:
 
 
 def this_start(files: RunDir, env: Mapping[str, str], step: int) -> Start:
-    """The start that this process belongs to, as noted or as it will be."""
+    """Return the start that this process belongs to, as noted or as it will be."""
     attempt, earlier = attempt_id(env), read_starts(files.starts)
     if noted := next((s for s in earlier if s.start == attempt), None):
         return noted
@@ -124,7 +124,7 @@ def this_start(files: RunDir, env: Mapping[str, str], step: int) -> Start:
 
 
 def series_of(files: RunDir, start: Start) -> list[Start]:
-    """The starts of the same submission up to `start`, which comes last."""
+    """Return the starts of the same submission up to `start`, which comes last."""
     earlier = (s for s in read_starts(files.starts) if s.start != start.start)
     return [*(s for s in earlier if s.series == start.series), start]
 

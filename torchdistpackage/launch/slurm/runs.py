@@ -106,7 +106,7 @@ class Status:
 
     @property
     def suffix(self) -> str:
-        """The reason as the end of a line."""
+        """The reason in the form that ends a line."""
         return f": {self.reason}" if self.reason else ""
 
 
@@ -144,20 +144,22 @@ class RunState:
 
 
 def read_run(folder: Path) -> SubmittedRun | None:
-    """The run of a folder; None where nothing was submitted."""
+    """Return the run of a folder; None if nothing was submitted there."""
     records = read_records(RunDir(folder).records)
     return SubmittedRun(folder, tuple(records)) if records else None
 
 
 def find_runs(folder: Path) -> list[SubmittedRun]:
-    """All submitted runs in `folder` and in its folders, by the time of their last submission."""
+    """Return all submitted runs in `folder` and in its folders, by the time of their last
+    submission.
+    """
     paths = [p for depth in ("*", "*/*") for p in folder.glob(f"{depth}/{_RECORDS}")]
     runs = [run for path in paths if (run := read_run(path.parents[1]))]
     return sorted(runs, key=lambda run: (run.latest.time_s, run.name))
 
 
 def find(name: str, folder: Path) -> list[SubmittedRun]:
-    """The runs that `name` means: a run folder, the name of one in `folder`, or a job id.
+    """Return the runs that `name` means: a run folder, the name of one in `folder`, or a job id.
 
     Several for a folder of runs, and for the id of an array.
 
@@ -184,7 +186,7 @@ def find(name: str, folder: Path) -> list[SubmittedRun]:
 
 
 def single(runs: Sequence[SubmittedRun]) -> SubmittedRun:
-    """The only one of `runs`.
+    """Return the only one of `runs`.
 
     Raises:
         ConfigError: there are more.
@@ -212,7 +214,7 @@ def progress(files: RunDir) -> RunProgress:
 
 
 def starts(run: SubmittedRun, record: Submission | None = None) -> list[Start]:
-    """All starts in order, or those of the submission `record`."""
+    """Return all starts in order, or those of the submission `record`."""
     every = read_starts(run.files.starts)
     if record is None:
         return every
@@ -277,7 +279,7 @@ def _own_state(run: SubmittedRun) -> RunState:
 
 
 def rank_logs(run: SubmittedRun, rank: int, restart: int | None = None) -> list[Path]:
-    """The logs of a rank, the earliest start first.
+    """Return the logs of a rank, the earliest start first.
 
     Raises:
         ConfigError: there is none; the text says which there are.

@@ -45,7 +45,7 @@ _SRUN_READS = (
 
 
 def render(job: BatchJob) -> str:
-    """The entire script."""
+    """Return the entire script."""
     return "\n\n".join([_head(job), _place(job), _body(job), *_come_back(job)]) + "\n"
 
 
@@ -61,7 +61,9 @@ def verdict_lines(job: BatchJob) -> list[str]:
 
 
 def directive(name: str, value: str | None) -> str:
-    """A line that sbatch reads. In it a backslash takes the meaning from what follows."""
+    """Return a line that sbatch reads, in which a backslash removes the special meaning of what
+    follows.
+    """
     if value is None:
         return f"#SBATCH --{name}"
     if not _BARE.fullmatch(value):

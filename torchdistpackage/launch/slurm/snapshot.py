@@ -76,7 +76,7 @@ class Tree:
 
 
 def tree_of(here: Path, patterns: Sequence[str] = (), skip: Sequence[Path] = ()) -> Tree:
-    """The code of a user who stands in `here`.
+    """Return the code of a user whose working folder is `here`.
 
     patterns: more files, folders or globs, from `here` on. skip: folders of outputs.
 
@@ -141,7 +141,9 @@ def _tracked(root: Path, skip: Sequence[Path]) -> Tree:
 
 
 def _is_file(path: Path) -> bool:
-    """A link counts as one, wherever it leads; an empty submodule is a folder."""
+    """Return whether a path is a file. A link counts as one, wherever it leads; an empty submodule
+    is a folder.
+    """
     return path.is_symlink() or path.is_file()
 
 
@@ -216,7 +218,7 @@ def _listed(here: Path, root: Path, patterns: Iterable[str]) -> Iterator[str]:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first few names of many."""
+    """Return the first few of many names as text."""
     shown = ", ".join(names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
 

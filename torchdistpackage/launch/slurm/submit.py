@@ -160,7 +160,8 @@ def ensure_sbatch(env: Mapping[str, str]) -> None:
 
 
 def ensure_not_running(prepared: Prepared, runner: Runner = run_command) -> None:
-    """Two would write to one run folder; a job whose submission got no answer is noted first.
+    """Refuse a submission while a job of the run is active, as two would write to one run folder. A
+    job whose submission got no answer is noted first.
 
     Raises:
         HeldError: a run writes there that was not submitted.
