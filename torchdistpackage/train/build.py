@@ -75,7 +75,7 @@ from torchdistpackage.train.update import Update, reduced_grads
 
 
 def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None = None) -> Trainer:
-    """Everything that `rank` trains with. Needs the default process group; sets up `tpc`.
+    """Return everything that `rank` trains with. Needs the default process group; sets up `tpc`.
 
     data: overrides the data section, for those who bring their own source.
 
@@ -142,7 +142,9 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
 
 
 def _preference(model: StagedModel) -> PreferenceLoss | None:
-    """The loss of a run on pairs. Called before training, when weights are the reference's."""
+    """Return the loss of a run on pairs. Call it before training, while the weights are those of
+    the reference.
+    """
     config = model.plan.config
     if not config.data.is_preference:
         return None
@@ -163,7 +165,8 @@ def _preference(model: StagedModel) -> PreferenceLoss | None:
 
 
 def build_model(plan: Plan, rank: int, device: torch.device) -> StagedModel:
-    """The stages of `rank` with their initial weights. Needs and sets up what `build` does.
+    """Return the stages of `rank` with their initial weights. Needs and sets up the same as
+    `build`.
 
     Raises:
         TorchDistError: the plan does not fit the user's own model or loss.
@@ -215,7 +218,7 @@ def make_loop(
     more: Iterable[Callback] = (),
     local: LocalCopies | None = None,
 ) -> Loop:
-    """The loop of the run that `trainer` was built for; all ranks call it together.
+    """Return the loop of the run that `trainer` was built for; all ranks call it together.
 
     local: of `make_local_copies`, after a `resume` with them.
     """
@@ -282,7 +285,7 @@ def _counted(config: RunConfig) -> str:
 
 
 def retention_of(config: RunConfig) -> Retention:
-    """Which of its checkpoints the run keeps."""
+    """Return which of its checkpoints the run keeps."""
     section = config.checkpoint
     return Retention(section.keep_last, section.keep_every, section.best_fact)
 
@@ -298,7 +301,9 @@ def make_local_copies(plan: Plan, folder: Path) -> LocalCopies | None:
 def _stage(
     plan: Plan, device: torch.device, sequence: SequenceAttention
 ) -> tuple[TrainStages, dict[str, Layout], LossFn]:
-    """My stages with their initial weights, layouts by local name, and the loss of the last."""
+    """Return this rank's stages with their initial weights, layouts by local name, and the loss of
+    the last stage.
+    """
     config, mesh = plan.config, plan.topology.dense
     dtype = getattr(torch, plan.numbers.weights.dtype)
     loss, whole_outputs = token_cross_entropy, None
@@ -345,7 +350,7 @@ def _stage(
 def _named(
     plan: Plan, dtype: torch.dtype, device: torch.device, sequence: SequenceAttention
 ) -> dict[int, nn.Module]:
-    """My stages of one of our models."""
+    """Return this rank's stages of one of our models."""
     assert plan.model is not None
     make = resolve(plan.model.module)
     return {
@@ -365,7 +370,8 @@ def _named(
 
 
 def _tie(stages: Mapping[int, nn.Module], layouts: Mapping[int, Mapping[str, Layout]]) -> None:
-    """Parameters of one global name in two stages of a rank become one, that of the first.
+    """Make parameters of one global name in two stages of a rank one parameter, that of the first
+    stage.
 
     layouts: by stage and local name.
     """
@@ -379,7 +385,9 @@ def _tie(stages: Mapping[int, nn.Module], layouts: Mapping[int, Mapping[str, Lay
 
 
 def own_cut(plan: Plan, model: nn.Module) -> tuple[range, ...] | None:
-    """For each stage of a user's own chain its children; None: as parameters have it."""
+    """Return the children of each stage of a user's own chain; None: the chain is cut by
+    parameters.
+    """
     partition, measured = plan.config.pipeline.partition, plan.pipeline.measured
     names = [name for name, _ in model.named_children()]
     if partition == "uniform":
@@ -408,7 +416,9 @@ def _data_parallel(
     inner: torch.optim.Optimizer | None,
     plan: Plan,
 ) -> NaiveDDP | ZeroOptimizer:
-    """Sums gradients over what each layout says; the step divides. Replicas start alike."""
+    """Return the wrapper that sums gradients over the ranks that each layout names; the step
+    divides them. Replicas start with equal weights.
+    """
     config, zero, zero_group = plan.config, plan.zero, plan.zero_group
     narrow = torch.bfloat16 if config.precision.reduce_dtype == "bf16" else None
     options = {"layouts": layouts, "reduce_op": "sum", "reduce_dtype": narrow}

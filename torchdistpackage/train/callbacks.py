@@ -115,7 +115,9 @@ class StragglerCheck(Callback):
 
 
 def planned_costs(plan: Plan) -> dict[str, list[float]]:
-    """By phase and rank, shares of the computation or parameters; of a user's own model nothing."""
+    """Return by phase and rank the shares of the computation or parameters; nothing for a user's
+    own model.
+    """
     loads = stage_loads(plan)
     if not loads:
         return {}

@@ -165,7 +165,8 @@ def _compiled_line(seen: list[Any]) -> str:
 
 
 def _agree(trainer: Trainer, step: int) -> None:
-    """Where blocks may be left as they are, leave those that any rank cannot compile so on all.
+    """Leave a block uncompiled on all ranks if any rank cannot compile it, where blocks may stay
+    uncompiled.
 
     A rank whose block fell back alone would call other collectives than its peers' graphs.
     """
@@ -194,7 +195,7 @@ def _refused_on(seen: list[Any]) -> dict[str, str]:
 
 @contextmanager
 def run_eagerly(blocks: Sequence[CompiledBlock]) -> Iterator[None]:
-    """Inside, these run as they are: for what watches the modules within."""
+    """Run these blocks uncompiled inside, for hooks on modules within them."""
     for block in blocks:
         block.is_on = False
     try:
@@ -250,7 +251,7 @@ def end_compile_workers() -> None:
 
 
 def cache_folder() -> str:
-    """Where graphs of all ranks are kept."""
+    """Return the folder for the graphs of all ranks."""
     return (
         str(Path(os.environ[_CACHE_KEY]).parent)
         if _CACHE_KEY in os.environ
@@ -263,7 +264,7 @@ class _IsTraced(Exception):
 
 
 def _traced(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
-    """The back end that compiles nothing."""
+    """Raise `_IsTraced`: a back end that compiles nothing."""
     raise _IsTraced
 
 
@@ -271,7 +272,7 @@ _calls: dict[tuple[type, Any], Any] = {}
 
 
 def _compiled(kind: type[nn.Module], backend: Any) -> Any:
-    """The compiled callable of all modules of one class, with graphs of its own.
+    """Return the compiled callable of all modules of one class, with graphs of its own.
 
     Torch limits the graphs of one code object, and `nn.Module._call_impl` is that of all modules.
     """

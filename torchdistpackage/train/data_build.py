@@ -38,7 +38,7 @@ from torchdistpackage.train.step import EvalSet
 
 
 def build_data(plan: Plan) -> DataSource:
-    """The data section as a source of batches."""
+    """Return the source of batches that the data section describes."""
     section = plan.config.data
     if section.target is not None:
         source = user_object(section.target)(**section.args)
@@ -92,7 +92,8 @@ def agreed_date(config: RunConfig) -> RunConfig:
 
 
 def with_steps(config: RunConfig) -> RunConfig:
-    """The run with as many steps as train.epochs passes over all sources take, the last one whole.
+    """Return the configuration with as many steps as train.epochs passes over all sources take; the
+    last step is full.
 
     Raises:
         DataError: the data cannot be read.
@@ -115,8 +116,8 @@ def blend_of(data: DataSource) -> BlendedDataset | None:
 def build_eval_sets(
     plan: Plan, index: int, ranges: Callable[[int], Sequence[range]] | None
 ) -> list[EvalSet]:
-    """The sets of data.eval for the ranks at `index` along data: each window once, up to as many
-    batches as a validation has.
+    """Return the sets of data.eval for the ranks at `index` along data: each window once, for as
+    many batches as a validation has at most.
 
     ranges: of a sequence's length, the part of it that is read; None: all.
     """
@@ -175,7 +176,7 @@ def _pairs(config: RunConfig, section: DataSection, val_fraction: float) -> Pref
 def _read(
     config: RunConfig, section: DataSection
 ) -> TokenDataset | PackedDataset | PreferenceDataset:
-    """One file or folder, or what data.name has of its own."""
+    """Return the dataset of a file or folder, or the built-in one that data.name names."""
     if section.is_preference:
         return _pairs(config, section, section.val_fraction)
     if section.tokenizer is not None:

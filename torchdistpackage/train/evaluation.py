@@ -32,7 +32,9 @@ class Windows(Protocol):
     seq_len: int
 
     def part(self, ranges: Sequence[range]) -> "Windows":
-        """The same, of whose positions `read` gives those of `ranges`, see `SequenceSource`."""
+        """Return the same windows, of whose positions `read` returns only those in `ranges`; see
+        `SequenceSource`.
+        """
         ...
 
     def read(self, first: int, number: int) -> DataBatch:
@@ -124,7 +126,7 @@ class JoinedWindows:
 def batches_of(
     windows: Windows, index: int, num_data: int, per_rank: int
 ) -> Callable[[int], DataBatch]:
-    """Batch b of the rank at `index` along data; after the last window nothing counts."""
+    """Return batch b of the rank at `index` along data; past the last window no target counts."""
 
     def batch(b: int) -> DataBatch:
         first = (b * num_data + index) * per_rank
@@ -145,7 +147,7 @@ def evaluate(
     num_batches: int,
     timeout_s: float | None,
 ) -> tuple[float, int]:
-    """(sum of losses, how many were summed) over all batches and ranks, the same on all.
+    """Return (sum of losses, number of losses) over all batches and ranks, the same on all.
 
     batch: number b of this rank, of each sequence its part. The model is left in evaluation mode.
 

@@ -59,7 +59,7 @@ class ExpertCounts:
             router.counter.take(router.weight.device)
 
     def join(self, stats: Tensor) -> Tensor:
-        """`stats`, one number for each, and behind them the counts of this rank."""
+        """Return `stats`, one number for each, with the counts of this rank behind them."""
         if not self._sizes:
             return stats
         parts = [stats.new_zeros(size) for size in self._sizes]
@@ -70,7 +70,7 @@ class ExpertCounts:
         return torch.cat([stats, *parts])
 
     def split(self, joined: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """The two parts of what `join` made, summed over ranks."""
+        """Return the two parts of a joined tensor (`join`) after its sum over ranks."""
         if not self._sizes:
             return joined, ()
         number = len(joined) - sum(self._sizes)
@@ -83,7 +83,7 @@ class ExpertCounts:
             apply_counts(self._mine.values(), own_counts, numbers.isfinite().all())
 
     def loads(self, numbers: Sequence[float]) -> dict[str, ExpertLoad]:
-        """From the summed counts on the host, by global name of each mixture."""
+        """Return the load by global name of each mixture, from the summed counts on the host."""
         loads_by_name: dict[str, ExpertLoad] = {}
         for name, size in zip(self.names, self._sizes, strict=True):
             loads_by_name[name], numbers = load_of(numbers[:size]), numbers[size:]
@@ -91,5 +91,7 @@ class ExpertCounts:
 
 
 def mixture_of(name: str) -> str:
-    """The path of a mixture from that of its router, its experts, or of a parameter of these."""
+    """Return the path of a mixture, from the path of its router or experts, or of one of their
+    parameters.
+    """
     return _PART.split(name, maxsplit=1)[0]

@@ -48,7 +48,8 @@ def generate_batch(
     stops: Collection[int] = (),
     use_cache: bool = True,
 ) -> Iterator[list[int]]:
-    """The next token of each prompt, until all have ended: what each alone would be given.
+    """Yield the next token of each prompt until all have ended: the tokens that each prompt would
+    get alone.
 
     All ranks of one model call it alike and get the same. The model is left in evaluation mode.
 
@@ -102,8 +103,9 @@ def generate_batch(
 
 
 def _owner(model: StagedModel, index: int) -> int:
-    """The rank that says the tokens: of the last stage the first that has the logits. index: along
-    context, of the ranks that hold the last token."""
+    """Return the rank that chooses the tokens: the first of the last stage that has the logits.
+    index: position along context of the ranks that hold the last token.
+    """
     mesh, last = model.plan.topology.dense, model.plan.schedule.placement[-1]
     return mesh.rank({**mesh.coord(model.rank), "pipe": last, "tensor": 0, "context": index})
 
@@ -115,7 +117,7 @@ def _agreed(
     draws: Sequence[torch.Generator],
     source: int,
 ) -> list[int]:
-    """A token for each row of logits (B, V), as rank `source` says."""
+    """Return a token for each row of logits (B, V), as chosen by rank `source`."""
     choice = torch.zeros(len(draws), dtype=torch.int64, device=model.device)
     if logits is not None:
         tokens = [next_token(x, sampling, draw) for x, draw in zip(logits, draws, strict=True)]
@@ -145,8 +147,9 @@ class _CachedRows:
     def of(
         cls, model: StagedModel, executor: Executor, rows: Sequence[Sequence[int]]
     ) -> "list[_CachedRows] | None":
-        """One, or where the model takes no padding one for each length. None if it, or the way it
-        is run, needs all tokens each time."""
+        """Return one batch of cached rows, or one per length if the model takes no padding. None:
+        the model, or how it is run, needs all tokens each time.
+        """
         can_cache = model.sequence.multiple == 1 and not model.stage.compiled
         if not can_cache or model.plan.has_float8:
             return None
@@ -181,7 +184,7 @@ class _CachedRows:
         return last_logits[0] if last_logits else None
 
     def add(self, tokens: Sequence[int]) -> None:
-        """One more of each row."""
+        """Append one token to each row."""
         self._next = torch.tensor(tokens, device=self._model.device)[:, None]
         self.width += 1
 
@@ -189,8 +192,9 @@ class _CachedRows:
 def _logits_of_all(
     model: StagedModel, executor: Executor, context: Sequence[int]
 ) -> tuple[Tensor | None, int]:
-    """Logits (1, V) behind the last token by a forward of the whole sequence, on ranks that have
-    them, and the rank that speaks for these."""
+    """Return the logits (1, V) behind the last token, from a forward of the whole sequence, on
+    ranks that have them; and the rank that speaks for these.
+    """
     plan, logits = model.plan, list[Tensor]()
     # a sequence that is split over ranks needs a multiple of them; no token sees what comes later
     is_split = plan.shape is not None and plan.shape.sequence_parallel
@@ -212,7 +216,7 @@ def _logits_of_all(
 
 
 def next_token(logits: Tensor, sampling: Sampling, draw: torch.Generator) -> int:
-    """A token id from logits (V,); -1 where one is no number.
+    """Return a token id drawn from logits (V,); -1 if one of them is not a number.
 
     top_k keeps that many of the likeliest, then top_p the fewest whose chances add up to it
     (nucleus sampling, arXiv:1904.09751). One number is drawn for each token, whatever is kept.

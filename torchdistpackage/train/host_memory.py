@@ -11,7 +11,9 @@ _LIMITS = (
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping, within the limit of the control group, if any."""
+    """Return the memory that is available without swapping, within the limit of the control group,
+    if any.
+    """
     limits = [_field(Path("/proc/meminfo"), "MemAvailable:") * 1024]
     for limit, use, details in _LIMITS:
         most, used = _number(_CGROUP / limit), _number(_CGROUP / use)

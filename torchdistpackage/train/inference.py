@@ -95,7 +95,7 @@ def perform(
 
 
 def write_texts(model: StagedModel, request: GenerateRequest, write: Write) -> None:
-    """Each prompt and what follows it, in order; the first of a batch token by token."""
+    """Write each prompt and its continuation, in order; the first of a batch token by token."""
     for first in range(0, len(request.prompts), request.batch):
         _write_batch(model, request, first, write)
 
@@ -137,7 +137,9 @@ def _write_batch(model: StagedModel, request: GenerateRequest, first: int, write
 
 
 def load_weights(model: StagedModel, weights: TrainedWeights) -> int | None:
-    """The step of the checkpoint whose parameters the model has now; None: its own."""
+    """Load weights and return the step of their checkpoint; None: the model keeps its initial
+    ones.
+    """
     path = None if weights.checkpoint is None else Path(weights.checkpoint)
     if path is None and weights.run is not None:
         path = latest_together(Path(weights.run) / CHECKPOINTS, rank=model.rank)

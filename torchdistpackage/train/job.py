@@ -199,7 +199,7 @@ def _supervise(
     signals: SignalFlag,
     lock: Lock | None = None,
 ) -> int:
-    """Fork the rank, which keeps the lock, if any, alive, and watch over it."""
+    """Fork the rank and watch over it; the rank keeps the lock alive, if there is one."""
     start = _this_start(files, rendezvous.rank)
     failures, decision = files.failures(start.start), files.decision(start.start)
     log = files.rank_log(rendezvous.rank, start.restart)
@@ -217,7 +217,7 @@ def _supervise(
 
 
 def _wait_for_room(files: RunDir, signals: SignalFlag, limit_s: float) -> None:
-    """Until rank 0 has moved an earlier run aside, which it says by noting this start."""
+    """Wait until rank 0 has moved an earlier run aside, which shows by its note of this start."""
     until_s, attempt = time.monotonic() + limit_s, attempt_id(os.environ)
     while attempt not in (start.start for start in read_starts(files.starts)):
         if signals.all_received or time.monotonic() > until_s:
@@ -230,7 +230,7 @@ def _wait_for_room(files: RunDir, signals: SignalFlag, limit_s: float) -> None:
 
 
 def be_rank(config: RunConfig, rendezvous: Rendezvous, resume: str) -> int:
-    """Be a rank that torchrun started outside of a job."""
+    """Run as a rank that torchrun started outside of a job."""
     files = RunDir(run_folder(config).absolute())
     resume = resume_of(files, _this_start(files, 0), resume)
     if rendezvous.rank == 0:
@@ -240,7 +240,7 @@ def be_rank(config: RunConfig, rendezvous: Rendezvous, resume: str) -> int:
 
 
 def be_rank_in_job(config: RunConfig, rendezvous: Rendezvous, resume: str) -> int:
-    """Be a rank that torchrun started in a Slurm job, whose script does not hear of decisions.
+    """Run as a rank that torchrun started in a Slurm job, whose script does not read decisions.
 
     All ranks read the same files, so they agree whether to train.
     """

@@ -17,7 +17,7 @@ Factor = Callable[[int], float]
 
 
 def learning_rate(section: OptimSection, num_steps: int) -> Factor:
-    """The learning rate of each step of a run of `num_steps`."""
+    """Return the learning rate of each step of a run of `num_steps`."""
     warmup, schedule_args = section.warmup(num_steps), dict(section.schedule_args)
     if section.schedule == "warmup_cosine":
         factor = partial(
@@ -44,7 +44,8 @@ def warmup_notes(section: OptimSection, num_steps: int) -> tuple[str, ...]:
 
 
 def warmup_cosine(step: int, *, warmup_steps: int, num_steps: int, min_ratio: float) -> float:
-    """Factor on the learning rate in step `step` (0 is the first) of `num_steps`: warm-up, cosine.
+    """Return the factor on the learning rate in step `step` (0 is the first) of `num_steps`:
+    warm-up, then cosine.
 
     Rises to 1 over `warmup_steps`, starting above 0, then falls as a cosine to `min_ratio` in
     the last step and stays there.
@@ -66,7 +67,7 @@ def _transformers(name: str, lr: float, warmup: int, num_steps: int, arguments: 
 
 
 def _done(step: int, warmup: int, num_steps: int) -> float:
-    """The part of the steps behind the warm-up that is over."""
+    """Return the share of the steps after the warm-up that is over."""
     return (step - warmup) / max(1, num_steps - warmup)
 
 

@@ -45,7 +45,9 @@ def perplexity(loss: float) -> float:
 
 
 def evaluation_lines(loss: float, sets: Mapping[str, float], *, of_tokens: bool) -> list[str]:
-    """The losses of a validation and of each set, with perplexities where they are of tokens."""
+    """Return lines with the losses of a validation and of each set, and perplexities if they are of
+    tokens.
+    """
     every = {"val": loss, **sets}
     texts = [f"{n} {x:.4f}" + f" ({perplexity(x):.4g})" * of_tokens for n, x in every.items()]
     head = "evaluated, loss (perplexity): " if of_tokens else "evaluated, loss: "
@@ -170,7 +172,7 @@ class StepLog:
 
     @contextmanager
     def opened(self, done: int) -> Iterator[None]:
-        """done: steps that earlier starts of the run have done."""
+        """Open the files. done: steps that earlier starts of the run completed."""
         if not self._is_main:
             yield
             return
@@ -242,7 +244,7 @@ class StepLog:
             self._metrics.amend(step, **values)
 
     def sync(self) -> None:
-        """Have the rows on the disk."""
+        """Flush the rows to the disk."""
         if self._metrics is not None:
             self._metrics.sync()
 

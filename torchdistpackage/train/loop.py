@@ -26,7 +26,7 @@ class Callback:
     """Made, and called by the loop, on all ranks alike. `loop.log` takes what is to be said."""
 
     def on_begin(self, loop: "Loop") -> None:
-        """The files of the run are open, and no step has been issued."""
+        """Called when the files of the run are open, before the first step is issued."""
 
     def records(self, step: int) -> bool:
         """Return whether this rank should record `step`, the next one."""
@@ -37,19 +37,19 @@ class Callback:
         return False
 
     def before_step(self, loop: "Loop", step: int) -> None:
-        """`step` is about to be issued."""
+        """Called just before `step` is issued."""
 
     def on_issued(self, loop: "Loop", step: int) -> None:
-        """`step` has been issued; a device may still be at it."""
+        """Called after `step` was issued; a device may still be working on it."""
 
     def on_step(self, loop: "Loop", result: StepResult, issued: PendingStep) -> None:
-        """The numbers of a step are there; nothing has been noted or logged of it."""
+        """Called when the numbers of a step have arrived, before any of them is noted or logged."""
 
     def on_save(self, loop: "Loop", step: int, took_s: float) -> None:
-        """The checkpoint of `step` counts, took_s after its save began."""
+        """Called when the checkpoint of `step` is complete, took_s seconds after its save began."""
 
     def on_end(self, loop: "Loop") -> None:
-        """The run is over, or saved and asked to end."""
+        """Called when the run is over, or saved and asked to end."""
 
 
 class Loop:
@@ -194,7 +194,9 @@ class Loop:
         return self._validate() if final is None else final
 
     def _validate(self) -> float | None:
-        """The loss; None, and owed to the next start, if a rank asked for the end before."""
+        """Validate and return the loss. None: a rank asked to stop first, and the next start
+        validates.
+        """
         with self.heartbeat.allow_slow():
             loss = None if self._asked_to_stop else self.trainer.evaluate(self.stop.should_stop)
             sets = None if loss is None else self.trainer.evaluate_sets(self.stop.should_stop)
@@ -209,7 +211,7 @@ class Loop:
         return loss
 
     def _pending_eval(self) -> float | None:
-        """The validation that an earlier start left out, added to the row of its step."""
+        """Run the validation that an earlier start left out, and add it to the row of its step."""
         loss = self._validate()
         if loss is not None:
             self.log.amend(self.state.step, self._validated(loss))
@@ -227,7 +229,7 @@ class Loop:
             self.saver.save_locally(self.state)
 
     def _on_saved(self, step: int, took_s: float) -> None:
-        """The checkpoint of `step` counts, `took_s` after its save began."""
+        """Note that the checkpoint of `step` is complete, `took_s` seconds after its save began."""
         self.stop.save_s.append(took_s)
         for callback in self._callbacks:
             callback.on_save(self, step, took_s)
@@ -283,7 +285,7 @@ class Loop:
 
 
 def _own(callbacks: Sequence[Callback], name: str) -> list[Callable[..., Any]]:
-    """Their methods of this name, without those that do nothing."""
+    """Return the callbacks' methods of this name, without those that do nothing."""
     nothing = getattr(Callback, name)
     methods = [getattr(callback, name) for callback in callbacks]
     return [x for x in methods if getattr(x, "__func__", None) is not nothing]

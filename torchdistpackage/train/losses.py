@@ -12,7 +12,9 @@ from torchdistpackage.train.staged_model import LossFn
 
 
 def token_cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross entropy of outputs (..., V) and targets (...) int64; targets of -100 do not count."""
+    """Return the cross entropy of outputs (..., V) and targets (...) int64; targets of -100 do not
+    count.
+    """
     total = F.cross_entropy(
         outputs.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum"
     )
@@ -48,5 +50,7 @@ def from_user(
 
 
 def _on(device: torch.device, number: float) -> Tensor:
-    """Filled there: a copy from the host would wait for all that the device is at."""
+    """Return a number on the device, filled in there: a copy from the host would wait for all
+    queued work.
+    """
     return torch.full((), number, device=device)

@@ -66,7 +66,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             self._check()
 
     def sync(self) -> None:
-        """Have on the disk what was written so far; raises DataError as `write`."""
+        """Flush to the disk what was written so far; raises DataError as `write`."""
         self._put()
         try:
             os.fsync(self._file.fileno())
@@ -109,7 +109,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self._is_failing = True
 
     def _check(self) -> None:
-        """A file that was removed takes all that is written, and gives none of it back."""
+        """Raise DataError if the file was removed: writes to a deleted file succeed silently."""
         self._looked_s = time.monotonic()
         try:
             there = os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
@@ -150,7 +150,8 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows by ascending step, of a step the last written, without lines that are none.
+    """Return rows by ascending step, the last one written for each step, without lines that hold
+    none.
 
     Raises:
         DataError: the name is that of a device, a pipe or the like, which is not opened.
@@ -180,7 +181,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The same with None for numbers that JSON has no word for."""
+    """Return the same value with None for numbers that JSON cannot express."""
     if isinstance(value, Mapping):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

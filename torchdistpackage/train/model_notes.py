@@ -33,7 +33,7 @@ def _copies(trainer: Trainer) -> Iterator[str]:
 
 
 def _parts(trainer: Trainer) -> Iterator[str]:
-    """Yield what to say where context ranks share sequences, and nothing here was told of it."""
+    """Yield a warning where context ranks share sequences and the model was not told of it."""
     plan = trainer.plan
     shared = plan.topology.dense.axis_size("context") > 1
     if shared and not is_wrapped(trainer.stage):

@@ -20,7 +20,7 @@ Groups = list[dict[str, Any]]
 def make_optimizer(
     stage: nn.Module, section: OptimSection, tables: Collection[str]
 ) -> torch.optim.Optimizer | None:
-    """None for a stage without parameters that train.
+    """Return the optimizer of a stage; None for a stage without parameters that train.
 
     tables: names of embeddings and heads, which muon and adamw8bit leave to AdamW: a row of an
     embedding has gradients with its token alone, and transformers' Trainer gives it no 8 bits
@@ -56,14 +56,18 @@ def _groups(*kinds: tuple[list[nn.Parameter], float]) -> Groups:
 
 
 def adamw(groups: Groups, section: OptimSection) -> torch.optim.Optimizer:
-    """fused: its kernels leave out a step by `found_inf`, on the device."""
+    """Return torch's fused AdamW, whose kernels read `found_inf` on the device and skip the step by
+    it.
+    """
     return torch.optim.AdamW(
         groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True
     )
 
 
 def adamw8bit(groups: Groups, section: OptimSection) -> torch.optim.Optimizer:
-    """Dettmers et al., arXiv:2110.02861. bitsandbytes, of the extra `int8`, is imported here."""
+    """Return AdamW with state in 8 bits (Dettmers et al., arXiv:2110.02861). bitsandbytes, of the
+    extra `int8`, is imported here.
+    """
     from bitsandbytes.optim import AdamW8bit
 
     class AdamW8bitOfOne(AdamW8bit):
@@ -92,8 +96,9 @@ def adafactor(groups: Groups, section: OptimSection) -> torch.optim.Optimizer:
 
 
 def muon(groups: Groups, section: OptimSection) -> torch.optim.Optimizer:
-    """Jordan et al., 2024. Its updates have the size of AdamW's (Liu et al., arXiv:2502.16982), so
-    both follow one learning rate."""
+    """Return Muon (Jordan et al., 2024). Its updates have the size of AdamW's (Liu et al.,
+    arXiv:2502.16982), so both follow one learning rate.
+    """
     return torch.optim.Muon(
         groups, lr=section.lr, momentum=section.momentum, adjust_lr_fn="match_rms_adamw"
     )
@@ -116,7 +121,9 @@ class JointOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """The parts' kernels know no `found_inf`: it is read, which waits for the device."""
+        """Step all parts. Their kernels do not read `found_inf`, so the host reads it, which waits
+        for the device.
+        """
         assert closure is None
         if self.found_inf is not None and bool(self.found_inf):
             return

@@ -174,15 +174,18 @@ def _take_steps(trainer: Trainer, record: ParityRecord) -> None:
 
 
 def _weights(trainer: Trainer) -> dict[str, Tensor]:
-    """By global name; not of stage 3 of ZeRO, where a rank has parts without a shape."""
+    """Return weights by global name. ZeRO stage 3 has none, as there a rank holds slices without a
+    shape.
+    """
     if trainer.plan.zero == 3:
         return {}
     return _parts(trainer, dict(trainer.stage.named_parameters()))
 
 
 def _parts(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By global name what this rank holds of the whole ones, without padding: of a bias that only
-    the first rank adds the others have zeros."""
+    """Return by global name this rank's slices of full tensors, without padding. A bias that only
+    the first rank adds is zero on the others.
+    """
     parts: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         layout, part = trainer.layouts[name], tensor.detach()

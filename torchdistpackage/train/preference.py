@@ -51,7 +51,7 @@ class PreferenceLoss:
         self._sums = totals_on(device, len(PairSums._fields))
 
     def take(self) -> Tensor:
-        """`PairSums` of this rank since it was asked last, float64."""
+        """Return this rank's `PairSums` since the last call, in float64."""
         sums, self._sums = self._sums, torch.zeros_like(self._sums)
         return sums
 
@@ -63,7 +63,7 @@ class PreferenceLoss:
         inputs: Sequence[Tensor],
         targets: Sequence[Tensor],
     ) -> MicrobatchLoss:
-        """The loss of these microbatches of rows, as the reference sees them.
+        """Return the loss of these microbatches of rows, beside the reference's log probabilities.
 
         executor: forward alone; run: its `run`.
         """
@@ -86,7 +86,9 @@ class PreferenceLoss:
         targets: Tensor,
         m: int,
     ) -> tuple[Tensor, Tensor]:
-        """(sum of the pairs' losses, number of pairs); a pair of which no token counts is none."""
+        """Return (sum of the pairs' losses, number of pairs); a pair without a token that counts is
+        none.
+        """
         model_log_probs = log_probs(model.loss, outputs, targets, self._rows_dim)
         counts = (targets != IGNORE).any(1)[::2]
         rewards = self._beta * (model_log_probs - reference_log_probs[m])
@@ -106,7 +108,7 @@ class PreferenceLoss:
 
     @contextmanager
     def _frozen(self, model: StagedModel) -> Iterator[StagedModel]:
-        """The reference, which draws nothing."""
+        """Yield the reference in a state in which it draws no random numbers."""
         if self._reference is not None:
             yield self._reference
             return

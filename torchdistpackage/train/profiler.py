@@ -88,7 +88,9 @@ class StepProfiler(Callback):
 
 
 def piece_costs(weights: Weights, costs: StageCosts) -> dict[str, PieceCosts]:
-    """The time of each stage shared out to its pieces by weight, evenly if they have none."""
+    """Return the time of each stage, divided among its pieces by weight, or evenly if they have
+    none.
+    """
     costs_by_piece: dict[str, PieceCosts] = {}
     for stage, piece_weights in sorted(weights.items()):
         total = sum(piece_weights.values())

@@ -58,7 +58,7 @@ class RankTimes(Callback):
         self._hosts: Sequence[object] | None = hosts  # written once, with the first row
 
     def on_begin(self, loop: Loop) -> None:
-        """Rows that cannot be written end the run where those of `metrics.jsonl` do."""
+        """Let rows that cannot be written end the run only where those of `metrics.jsonl` do."""
         if self._log is not None and loop.log.goes_on:
             self._log.say = loop.log.note
 
@@ -129,7 +129,7 @@ class RankTimes(Callback):
         )
 
     def _now(self) -> list[float]:
-        """The time, and how long this host has been blocked in calls over each axis."""
+        """Return the time, and for how long this host was blocked in calls over each axis."""
         return [time.monotonic(), *self._waits.seconds()]
 
     def _layout(self) -> list[list[object]]:
@@ -160,7 +160,9 @@ class AxisWaits:
         return totals
 
     def _axis(self, name: str, ranks: tuple[int, ...]) -> str:
-        """The axis along which `ranks` lie, or `SEVERAL`. name: of the group, if it has one."""
+        """Return the axis along which `ranks` lie, or `SEVERAL`. name: name of the group, if it has
+        one.
+        """
         if name in self.axes:
             return name
         coords = [self._topology.dense.coord(rank) for rank in ranks]
@@ -182,5 +184,5 @@ def memory_bytes(device: torch.device) -> tuple[float, float]:
 
 
 def _short(value: float) -> float:
-    """With six digits, which is more than a measurement has."""
+    """Return a number with six digits, which is more than a measurement has."""
     return float(f"{value:.{_LETTERS}g}") if math.isfinite(value) else value

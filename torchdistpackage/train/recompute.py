@@ -33,7 +33,7 @@ _REPEATS = 3
 
 
 def recompute_blocks(stages: TrainStages) -> tuple[str, ...]:
-    """Checkpoint every block; their names."""
+    """Checkpoint every block; return their names."""
     names = block_names(stages)
     checkpoint_modules(stages, names)
     return names
@@ -61,7 +61,8 @@ def block_names(stages: TrainStages) -> tuple[str, ...]:
 
 
 def recompute_within(trainer: Trainer, budget_gb: float) -> tuple[str, ...]:
-    """Checkpoint the cheapest modules with which activations take `budget_gb`; their names.
+    """Checkpoint the cheapest modules with which activations fit into `budget_gb`; return their
+    names.
 
     Raises:
         ConfigError: they take more on some rank whatever is recomputed; on all ranks.
@@ -96,7 +97,8 @@ def recompute_within(trainer: Trainer, budget_gb: float) -> tuple[str, ...]:
 
 
 def _cheapest(profile: Infos, budget_gb: float, stages: TrainStages) -> tuple[str, ...]:
-    """Also with what the largest of the chosen modules takes while it is recomputed.
+    """Return the cheapest modules with which activations fit, including the memory of the largest
+    chosen module while it is recomputed.
 
     Of a stage that says by `may_recompute(name)` what may be chosen, nothing else is.
     """
@@ -134,7 +136,7 @@ class _StageProbe(nn.Module):
 
 
 def measured(trainer: Trainer) -> Infos:
-    """A profile of all stages of this rank, memory times the microbatches held at once.
+    """Return a profile of all stages of this rank, with memory times the microbatches held at once.
 
     once_mem: MB that checkpointing frees of one microbatch, and its recomputation takes.
     """

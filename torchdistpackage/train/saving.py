@@ -54,7 +54,7 @@ class SaveSlot:
         self._issued = self._heard_after = 0
 
     def register(self, votes: Votes) -> None:
-        """Have each step carry whether this rank has done its part, and whether it failed."""
+        """Let each step carry whether this rank has done its part, and whether it failed."""
         votes.register(f"{self._name}_done", self._is_done)
         votes.register(f"{self._name}_failed", self._has_failed)
 
@@ -66,7 +66,9 @@ class SaveSlot:
         return self.pending is not None and self.pending.has_failed
 
     def hear(self, step: int, votes: Mapping[str, float]) -> None:
-        """Go on by the sums of the votes of `step`; raises what `failed` does."""
+        """Act on the summed votes of `step`: cancel a save that failed on a rank, conclude one that
+        all have done. Raises what `failed` does.
+        """
         # the votes of steps that were issued before are of the phase before
         if self.pending is None or step <= self._heard_after:
             return
@@ -137,7 +139,7 @@ class RunSaver:
         was to bring one has failed."""
 
     def register(self, votes: Votes) -> None:
-        """Have each step carry how far this rank's saves are."""
+        """Let each step carry how far this rank's saves are."""
         self._shared.register(votes)
         self._local.register(votes)
 
@@ -196,7 +198,7 @@ class RunSaver:
         self._shared.flush()
 
     def close(self) -> None:
-        """The run has ended, and is saved: nothing is under way, and local copies are removed.
+        """Finish saves that are under way, and remove local copies, at the end of a run.
 
         Raises:
             CheckpointError: as `hear`.
@@ -206,7 +208,7 @@ class RunSaver:
             self.local.close()
 
     def abandon(self) -> None:
-        """The run fails: what is under way will not count."""
+        """Abandon saves that are under way in a run that fails; they will not count."""
         for slot in (self._local, self._shared):
             if slot.pending is not None:
                 slot.pending.cancel()
@@ -263,7 +265,9 @@ class RunSaver:
         return copies
 
     def _choose_mode(self) -> None:
-        """Once, at the first save, when the state of the optimizer is there."""
+        """Choose how copies are made, once, at the first save, when the optimizer's state
+        exists.
+        """
         local = socket.gethostname(), saved_bytes(self._trainer), available_bytes()
         short = cast(tuple[str, int, int] | None, primitives.reduce_objects(local, _short_host))
         self._mode = "async" if short is None else "disabled"

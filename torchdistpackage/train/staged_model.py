@@ -61,7 +61,9 @@ class TrainStages(nn.ModuleDict):
         return self._of[stage](x, **given)
 
     def trained(self) -> dict[int, list[nn.Parameter]]:
-        """By stage the parameters that get a gradient; one that two stages share is in both."""
+        """Return by stage the parameters that get a gradient; one that two stages share is in
+        both.
+        """
         return {s: [p for p in m.parameters() if p.requires_grad] for s, m in self._of.items()}
 
 
@@ -110,7 +112,9 @@ class StagedModel:
         }
 
     def forward(self, stage: int, x: Message, position_ids: Tensor | None = None) -> Message:
-        """One of this rank's stages, in the precision of the run; position_ids: see `DataBatch`."""
+        """Run one of this rank's stages, in the precision of the run. position_ids: see
+        `DataBatch`.
+        """
         kwargs = {} if position_ids is None else {"position_ids": position_ids}
         with self.precision():
             return self.stage(stage, x, **kwargs)
@@ -124,7 +128,7 @@ class StagedModel:
         position_ids: Sequence[Tensor] | None = None,
         loss: MicrobatchLoss | None = None,
     ) -> Forward:
-        """The forward of microbatches whose last stage gives the sum of their losses.
+        """Return the forward of microbatches, whose last stage returns the sum of their losses.
 
         inputs, targets: of each microbatch `own_part`, where the first and the last stage are.
         totals: (loss sum, count) of all of them are added to it if this rank reports them.
@@ -172,7 +176,9 @@ class StagedModel:
         return self.to_device(self.sequence.part(x))
 
     def to_device(self, x: Tensor) -> Tensor:
-        """On my device; numbers that are not ids in the precision of the weights."""
+        """Return a tensor on this rank's device; numbers that are not ids in the precision of the
+        weights.
+        """
         x = x.to(self.device, non_blocking=True)
         return x if self._dtype is None or not x.is_floating_point() else x.to(self._dtype)
 
@@ -183,7 +189,7 @@ class StagedModel:
 
 
 def check_declared(stage: nn.Module, layouts: Mapping[str, Layout]) -> None:
-    """A gradient without a layout would be summed over no rank."""
+    """Refuse a parameter with a gradient and no layout, as that would be summed over no rank."""
     # the first word of a name is the number of the stage
     names = (name for name, _ in stage.named_parameters() if name not in layouts)
     if missing := [name.partition(".")[2] for name in names]:

@@ -193,8 +193,8 @@ class Trainer(StagedModel):
         )
 
     def accumulate(self, step: int, *, reduce: bool = True, record: bool = False) -> Tensor:
-        """Gradients of the sum of all losses of a step; (loss sum, count) if this rank
-        reports them, else zeros.
+        """Accumulate the gradients of the sum of all losses of a step; return (loss sum, count) if
+        this rank reports them, else zeros.
 
         reduce: the sum over ranks begins in the last backward.
         """
@@ -212,7 +212,9 @@ class Trainer(StagedModel):
         return totals
 
     def _batch(self, step: int, index: int) -> Microbatches:
-        """The first of this process, of a resumed run too, is compared with that of other ranks."""
+        """Return a batch. The first of this process, also in a resumed run, is compared with that
+        of other ranks.
+        """
         with self.phases("data"):
             # before a thread reads ahead: a source is asked for one batch at a time
             head = None if self._checked else self._head(step, index)
@@ -226,15 +228,15 @@ class Trainer(StagedModel):
         return microbatches
 
     def _head(self, step: int, index: int) -> DataBatch | None:
-        """The beginning of each sample, where ranks read different parts of them."""
+        """Return the beginning of each sample, where ranks read different slices of them."""
         if self._shared is None:
             return None
         source = self._shared.part((range(min(HEAD, self._shared.seq_len)),))
         return self._batches(source, prepare=DataBatch).of_training(step, index)
 
     def sample(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """A microbatch of validation: inputs on the first stage's ranks, targets on the last's, and
-        position_ids on all, if it has such.
+        """Return a microbatch of validation: inputs on ranks of the first stage, targets on those
+        of the last, and position_ids on all, if it has such.
         """
         inputs, targets, positions = self.microbatches(self.batches.of_validation(0, 0), self._own)
         return (
@@ -244,7 +246,7 @@ class Trainer(StagedModel):
         )
 
     def close(self, *, wait: bool = True) -> None:
-        """No more steps: end the thread that reads ahead, see `Batches.close`."""
+        """End the thread that reads ahead, as no more steps follow; see `Batches.close`."""
         self.batches.close(wait=wait)
 
     def limit(self, seconds: float) -> None:
@@ -255,7 +257,8 @@ class Trainer(StagedModel):
     # -- validation --------------------------------------------------------------------
 
     def evaluate(self, stop: Callable[[], bool] | None = None) -> float | None:
-        """Mean loss over the validation batches, equal on all ranks. Leaves training as it was.
+        """Return the mean loss over the validation batches, equal on all ranks. Leaves training as
+        it was.
 
         None if a rank asked to stop on the way: all stop after the same batch.
         """
@@ -267,7 +270,7 @@ class Trainer(StagedModel):
         return loss
 
     def evaluate_sets(self, stop: Callable[[], bool] | None = None) -> dict[str, float] | None:
-        """Mean loss over each of `eval_sets`, by name; the rest as `evaluate`."""
+        """Return the mean loss over each of `eval_sets`, by name; otherwise like `evaluate`."""
         losses: dict[str, float] = {}
         for each in self.eval_sets:
             means = self._mean_loss(
@@ -285,7 +288,7 @@ class Trainer(StagedModel):
         batch: Callable[[int, int], DataBatch],
         stop: Callable[[], bool] | None,
     ) -> tuple[float, Mapping[str, float]] | None:
-        """And, of pairs, what `PairSums.means` says."""
+        """Return the mean loss, and for pairs `PairSums.means`; None if a rank asked to stop."""
         self._take_pairs()
         totals, votes_asked = totals_on(self.device), None
         self.stage.eval()
@@ -313,7 +316,7 @@ class Trainer(StagedModel):
         return self._ask_to_stop(stop).read()[0] > 0
 
     def _ask_to_stop(self, stop: Callable[[], bool]) -> OnHost:
-        """How many ranks ask to stop, on its way to the host."""
+        """Return the number of ranks that ask to stop, which is on its way to the host."""
         number = torch.zeros(1, dtype=torch.float64, device=primitives.device_of(self._world))
         if stop():
             number.fill_(1.0)  # a copy from the host would wait for what the device is doing
@@ -348,7 +351,7 @@ class Trainer(StagedModel):
         reduces: bool = False,
         record: bool = False,
     ) -> None:
-        """Adds (loss sum, count) of the round to `totals` if this rank reports it."""
+        """Add (loss sum, count) of the round to `totals` if this rank reports it."""
         phases, (inputs, targets, positions) = self.phases, batch
         loss = self._beside_reference(inputs, targets)
         with phases("messages"), reducing(self._reducers, reduces) as reducers:
@@ -363,7 +366,7 @@ class Trainer(StagedModel):
     def _beside_reference(
         self, inputs: Sequence[Tensor], targets: Sequence[Tensor]
     ) -> MicrobatchLoss | None:
-        """The loss of pairs, whose reference has seen them."""
+        """Return the loss of pairs, after the reference ran on them; None for other runs."""
         if self.preference is None:
             return None
         run = partial(self.evaluator.run, around=lambda _: self.phases("forward"))
@@ -371,13 +374,13 @@ class Trainer(StagedModel):
             return self.preference.beside_reference(self, self.evaluator, run, inputs, targets)
 
     def _take_pairs(self) -> Tensor | None:
-        """`PairSums` of this rank since they were taken last."""
+        """Return this rank's `PairSums` since the last call; None for runs without pairs."""
         return None if self.preference is None else self.preference.take()
 
 
 def check_batch(batch: DataBatch, device: torch.device, part: int = 0) -> None:
-    """All ranks of one model must hold the same batch (tensor, context and pipe peers), or those
-    of each part of it.
+    """Check that all ranks of one model hold the same batch (tensor, context and pipe peers), or
+    those that read the same slice of it.
     """
     value = 0
     for x in batch:
@@ -386,6 +389,6 @@ def check_batch(batch: DataBatch, device: torch.device, part: int = 0) -> None:
 
 
 def random_states(device: torch.device) -> tuple[Tensor, ...]:
-    """From which this rank draws next, without waiting for the device."""
+    """Return the states from which this rank draws next, without waiting for the device."""
     on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     return torch.get_rng_state(), *on_device

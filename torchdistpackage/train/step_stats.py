@@ -30,7 +30,7 @@ class PairSums(NamedTuple):
     rejected_logp: float
 
     def means(self, num_pairs: float) -> dict[str, float]:
-        """By trl's names."""
+        """Return means over pairs, by trl's names."""
         x = PairSums(*(total / max(num_pairs, 1) for total in self))
         return {
             "rewards/chosen": x.chosen,
@@ -92,7 +92,9 @@ class StepStats(NamedTuple):
 
 
 def _on_device(numbers: Sequence[float], like: Tensor) -> Tensor:
-    """On a GPU they are filled in: a copy from the host would wait for what it is doing."""
+    """Return numbers on the device. A GPU fills them in, as a copy from the host would wait for its
+    queue.
+    """
     if like.device.type == "cpu":
         return torch.tensor(numbers, dtype=like.dtype)
     on_device = like.new_zeros(len(numbers))
@@ -130,7 +132,7 @@ class StepResult:
 
     @property
     def expert_imbalance(self) -> float | None:
-        """The busiest expert's choices over the mean, in the layer where that is most."""
+        """The busiest expert's choices over the mean, in the layer with the largest such ratio."""
         return max((load.imbalance for load in self.experts.values()), default=None)
 
     def logged(self) -> dict[str, Any]:
@@ -151,11 +153,13 @@ class Period:
         self._ended: Moment | None = None
 
     def end(self) -> None:
-        """The step is over as far as this host knows."""
+        """End the step, as far as this host knows."""
         self._ended = self._now()
 
     def end_with(self, following: "Period") -> None:
-        """It lasts until the next one begins: a device that was idle between them counts."""
+        """Extend the step to the begin of the next one, so that idle time of a device between them
+        counts.
+        """
         self._ended = following._began
 
     def seconds(self) -> float:

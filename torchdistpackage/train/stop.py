@@ -54,7 +54,7 @@ class StopController:
         return bool(self._requested)
 
     def stop_reason(self) -> str:
-        """Why the run ends, as far as this rank knows."""
+        """Return why the run ends, as far as this rank knows."""
         return self._requested or "a signal to another rank"
 
     def _why(self) -> str:

@@ -36,7 +36,7 @@ class TrainingTask:
         self.overrides = overrides
 
     def __call__(self) -> str:
-        """Be this task.
+        """Run this task.
 
         Raises:
             RankError: the rank failed.

@@ -67,7 +67,7 @@ class StepTrace(Callback):
             self._write(loop)
 
     def on_end(self, loop: Loop) -> None:
-        """A run that ends among the steps leaves what there is of them."""
+        """Write what was recorded, if the run ends among the steps to trace."""
         if self._held:
             self._stop()
             self._write(loop)
@@ -86,7 +86,7 @@ class StepTrace(Callback):
         self._trainer.phases.changes = recorder.ended = None
 
     def _write(self, loop: Loop) -> None:
-        """All ranks call it."""
+        """Collect the traces of all ranks, and write them on rank 0. All ranks call it."""
         local_trace = self._mine()
         self._held, self._phases, self._calls = [], [], []
         with loop.heartbeat.allow_slow():
@@ -99,7 +99,7 @@ class StepTrace(Callback):
             loop.artifacts += (TRACE,)
 
     def _mine(self) -> RankTrace:
-        """The events that this rank recorded, in seconds of its host's clock."""
+        """Return the events that this rank recorded, in seconds of its host's clock."""
         mark, base_s = self._base
         spans = [
             [
@@ -114,7 +114,9 @@ class StepTrace(Callback):
         begins = [begin_s for _, begin_s, _ in self._took]
 
         def in_step(at_s: float) -> bool:
-            """Not in a validation or a save between two."""
+            """Return whether a time is within a step, and not in a validation or a save between
+            two.
+            """
             number = bisect_right(begins, at_s)
             return number > 0 and at_s <= self._took[number - 1][2]
 

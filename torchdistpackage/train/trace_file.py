@@ -74,7 +74,7 @@ def write_trace(path: Path, ranks: Sequence[RankTrace], run: str, schedule: str)
 
 
 def events(ranks: Sequence[RankTrace]) -> list[dict[str, Any]]:
-    """The trace events of all ranks; times in microseconds from the first."""
+    """Return the trace events of all ranks; times in microseconds from the first."""
     shift = shifts_s(ranks)
     first_s = min(
         (start + shift[r.host] for r in ranks for _, start, _ in r.steps), default=ranks[0].clock_s
@@ -94,7 +94,9 @@ def events(ranks: Sequence[RankTrace]) -> list[dict[str, Any]]:
 
 
 def shifts_s(ranks: Iterable[RankTrace]) -> dict[str, float]:
-    """By host what to add to its clock: all ranks left one barrier at one time."""
+    """Return the seconds to add to each host's clock, as all ranks left one barrier at the same
+    time.
+    """
     hosts: dict[str, list[float]] = {}
     for rank in ranks:
         hosts.setdefault(rank.host, []).append(rank.clock_s)
@@ -145,7 +147,7 @@ def _moved(row: Iterable[Span], by_s: float) -> list[Span]:
 
 
 def _lanes(calls: list[CallSlice]) -> list[list[CallSlice]]:
-    """Calls that overlap on tracks of their own: slices of one track must not."""
+    """Put calls that overlap on separate tracks, as slices of one track must not overlap."""
     lanes: list[list[CallSlice]] = []
     for call in sorted(calls, key=lambda call: call.start_s):
         free = (lane for lane in lanes if lane[-1].end_s <= call.start_s)
@@ -200,7 +202,7 @@ class RunTrace:
 
 
 def read_trace(run: Path) -> RunTrace:
-    """The trace in a run folder, or of the file itself.
+    """Return the trace in a run folder, or of the file itself.
 
     Raises:
         ConfigError: there is none, or it is not one that a run wrote.
@@ -249,8 +251,9 @@ _COMPUTES = tuple(map(str, COLOURS))
 
 
 def summary(trace: RunTrace) -> list[list[str]]:
-    """A table with a head: of each rank ms a step, and the shares of them in which it computed,
-    waited for messages of the schedule, and waited for calls of each group."""
+    """Return a table with a head: for each rank ms per step, and the shares of them in which it
+    computed, waited for messages of the schedule, and waited for calls of each group.
+    """
     groups = sorted({group for rank in trace.ranks.values() for group in rank.groups})
     short = [group.removeprefix("group ") for group in groups]
     rows = [["rank", "ms a step", "computing", "waiting", *short]]
@@ -265,7 +268,8 @@ def summary(trace: RunTrace) -> list[list[str]]:
 
 
 def png(trace: RunTrace) -> bytes:
-    """A picture: a row for the schedule of each rank, and one for its waits for each group.
+    """Return a picture with a row for the schedule of each rank, and one for its waits for each
+    group.
 
     Raises:
         ConfigError: matplotlib is not installed.

@@ -95,7 +95,7 @@ def begin_save(
 
 
 def saved_bytes(trainer: Trainer) -> int:
-    """Bytes that this rank writes in a save, and copies for one beside the steps."""
+    """Return the bytes that this rank writes in a save, and copies for one beside the steps."""
     location = TopologyRank(tpc.topology, trainer.rank)
     return take_snapshot("", trainer.saved(), location, trainer.optimizer, {}).num_bytes
 
@@ -125,7 +125,7 @@ def resume(
 
 
 def _newest(own_folder: Path, rank: int, local: LocalCopies | None) -> Path | None:
-    """The newest complete checkpoint over the run's own and the local ones."""
+    """Return the newest complete checkpoint among the run's own and the local ones."""
     newest, damaged = None, None
     try:
         newest = latest_together(own_folder, rank=rank)

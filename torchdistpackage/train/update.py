@@ -33,7 +33,7 @@ def reduced_grads(
     layouts: Mapping[str, Layout],
     optimizer: torch.optim.Optimizer | None,
 ) -> tuple[ReducedGrad, ...]:
-    """Every gradient that this rank holds after the sum, in the order of its parameters."""
+    """Return every gradient that this rank holds after the sum, in the order of its parameters."""
     trained = [(layouts[n], p) for n, p in stage.named_parameters() if p.requires_grad]
     among = frozenset(range(tpc.topology.dense.size))
     if isinstance(optimizer, ShardedOptimizer):
@@ -90,7 +90,8 @@ class Update:
             holder.grad = None
 
     def measure(self) -> tuple[Tensor, Tensor]:
-        """(sum of the squares of what I speak for, norm of each gradient in `names`).
+        """Return (sum of the squares of the gradients this rank counts, norm of each gradient in
+        `names`).
 
         One that is not finite makes the sum so, whichever rank owns it.
         """
@@ -130,6 +131,6 @@ class Update:
         return lr
 
     def _factor(self, tokens: Tensor, power: Tensor) -> Tensor:
-        """From gradients of sums to those of the mean, clipped."""
+        """Return the factor from gradients of a sum to those of the mean, clipped."""
         tokens = tokens.clamp(min=1)
         return clip_factor(power.sqrt(), self._clip, tokens) if self._clip else tokens.reciprocal()

@@ -18,7 +18,7 @@ class Votes:
         self.names: tuple[str, ...] = ()
 
     def register(self, name: str, ask: Callable[[int], float]) -> None:
-        """Have every step from the next one on carry `ask(step)`, a number or a bool.
+        """Let every step from the next one on carry `ask(step)`, a number or a bool.
 
         ask: called once a step, before its all-reduce. A name that is known gets a new function.
         """

@@ -136,7 +136,7 @@ class EndedRun(NamedTuple):
 
 
 def _join(config: RunConfig, resume: str, signals: SignalFlag | None) -> RunRank:
-    """Meet the other ranks, with whom the plan's last open values are agreed on."""
+    """Meet the other ranks, and agree with them on values that the plan left open."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # the ranks of a node would otherwise each take all its cores
     add_user_code(os.environ)
@@ -371,7 +371,9 @@ class Tee:
         self._file.close()
 
     def _keep(self, text: str) -> None:
-        """Plain text goes on at once, also without the end of its line."""
+        """Write plain text at once, also without the end of its line; keep lines that are redrawn
+        until they end.
+        """
         if not self._line and "\r" not in text and "\x1b" not in text:
             self._file.write(text)
             return

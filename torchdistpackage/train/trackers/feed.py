@@ -150,7 +150,9 @@ class Trackers(Callback):
             self._finish("failed", _FAILED_END_S)
 
     def on_begin(self, loop: Loop) -> None:
-        """Rows that this start does again have been dropped by now."""
+        """Start a feed for each service. By now the rows that this start repeats have been
+        dropped.
+        """
         self._feeds = [TrackerFeed(x, self._run) for x in self._names]
 
     def on_step(self, loop: Loop, result: StepResult, issued: PendingStep) -> None:
@@ -159,7 +161,7 @@ class Trackers(Callback):
                 loop.log.note(feed.said.popleft())
 
     def on_end(self, loop: Loop) -> None:
-        """Name the folders that are the run's, for its summary."""
+        """Name the folders of the run for its summary."""
         at_server = bool(os.environ.get("MLFLOW_TRACKING_URI"))
         names = [x for x in self._names if x != "mlflow" or not at_server]
         loop.artifacts += tuple(f"{FOLDERS[name]}/" for name in names)

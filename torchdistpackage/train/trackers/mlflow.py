@@ -90,5 +90,5 @@ class MLflowTracker:
 
 
 def batches(values: Sequence[Any], most: int) -> Iterator[list[Any]]:
-    """Lists of at most `most` of the values, in order."""
+    """Yield lists of at most `most` of the values, in order."""
     return (list(values[i : i + most]) for i in range(0, len(values), most))

@@ -57,7 +57,7 @@ class TensorBoardTracker:
         self._state.keep(step=max(self._state.step, rows[-1]["step"]))
 
     def add_picture(self, path: Path, step: int) -> None:
-        """TensorBoard shows no SVG."""
+        """Add a PNG; an SVG is left out, as TensorBoard does not show it."""
         data = path.read_bytes()
         if not data.startswith(_PNG):
             return

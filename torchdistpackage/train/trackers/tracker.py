@@ -57,7 +57,7 @@ class Tracker(Protocol):
 
     @property
     def place(self) -> str:
-        """Where to look at the run, in words for its log."""
+        """A text for the run's log that says where to look at the run."""
         ...
 
 
@@ -91,7 +91,9 @@ class TrackerState:
 
 
 def scalars(row: Row) -> Iterator[tuple[str, float]]:
-    """The numbers of a row; of a mapping or list one for each entry, as `experts/NAME`."""
+    """Return the numbers of a row; a mapping or list gives one for each entry, such as
+    `experts/NAME`.
+    """
     for key, value in row.items():
         if key == "step":
             continue
@@ -106,7 +108,7 @@ def scalars(row: Row) -> Iterator[tuple[str, float]]:
 
 
 def texts(row: Row) -> Iterator[tuple[str, str]]:
-    """The values of a row that are texts."""
+    """Return the values of a row that are texts."""
     return ((key, value) for key, value in row.items() if isinstance(value, str))
 
 
