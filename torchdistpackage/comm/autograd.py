@@ -178,7 +178,9 @@ class Scatter:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Own to replicated: all slices joined along `dim`."""
+    """Gather: each rank's slice becomes the full tensor on all ranks, with slices joined along
+    `dim`.
+    """
 
     group: Group
     dim: int

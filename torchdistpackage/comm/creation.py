@@ -73,7 +73,8 @@ def create(
     connects: bool = True,
     options: GroupOptions = DEFAULTS,
 ) -> Group:
-    """The group of these ranks, ascending, among them mine, when all of them have come.
+    """Create the group of these ranks, which are ascending and include this one, once all of them
+    have come.
 
     use: part of its name, for several groups of the same ranks. limit_s: for the others to come,
     and later for each operation; None: torch's own. backend: that of the default group unless one
@@ -122,7 +123,9 @@ def create(
 
 
 def mark_made(group: Group, store: dist.Store, name: str) -> None:
-    """This rank has the group: `end` waits until each member has said so in the store."""
+    """Note in the store that this rank has the group: `end` waits until each member has noted
+    that.
+    """
     complete = f"complete/{name}"
     if store.add(f"has/{name}", 1) == group.size():
         store.set(complete, "")
@@ -177,7 +180,7 @@ def world(caller: str = "setup_distributed()") -> Group:
 
 
 def default_store() -> dist.Store:
-    """Where the ranks of the default group meet."""
+    """Return the store at which the ranks of the default group meet."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -187,14 +190,15 @@ def is_alive(group: Group | None) -> bool:
 
 
 def default_timeout_s(backend: str) -> float:
-    """The limit that torch gives an operation of a new group: longer than steps need, but for
-    NCCL, whose watchdog ends the process, not so long that a stuck job holds its nodes for hours.
+    """Return torch's default limit for an operation of a new group. Steps need less, but under
+    NCCL, whose watchdog ends the process, it is short enough that a stuck job does not hold its
+    nodes for hours.
     """
     return dist.distributed_c10d._get_default_timeout(dist.Backend(backend)).total_seconds()
 
 
 def ranks_of(group: Group) -> tuple[int, ...]:
-    """Global ranks of the group, in group order.
+    """Return the global ranks of the group, in group order.
 
     Raises:
         CommError: this is no group, or one that has ended.
@@ -213,7 +217,7 @@ _set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_
 
 
 def set_timeout(group: Group, seconds: float) -> None:
-    """How long a later operation of the group may take before it fails."""
+    """Limit how long a later operation of the group may take before it fails."""
     _limits[group] = limit = timedelta(seconds=seconds)
     _set_timeout(limit, group)
     if state_of(group).direct:  # with a limit, a wait on NCCL would block the host
@@ -246,7 +250,7 @@ def _name_of(ranks: list[int]) -> str:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Inside, torch calls a new group of this thread `name`.
+    """Let torch call a new group of this thread `name` inside the block.
 
     That is where members meet in the store, so all must arrive at the same one. torch's own choice
     mixes in how many groups the process has, which differs between ranks that are in different
@@ -280,7 +284,7 @@ _bound: PerGroup[tuple[int, torch.device]] = PerGroup()
 
 @contextmanager
 def _unbound(default: Group) -> Iterator[torch.device | None]:
-    """Inside, the default group is bound to no device; gives the one that it is bound to."""
+    """Unbind the default group from its device inside the block; yield that device."""
     with _lock:
         num, device = _bound.get(default, (0, default.bound_device_id))
         if device is not None:
@@ -315,7 +319,7 @@ _ends = False
 
 
 def end_processes() -> None:
-    """This process is ours, though another launcher started it: a wait in vain ends it."""
+    """Let a wait in vain end this process, as if our launcher had started it."""
     global _ends
     _ends = True
 
@@ -502,7 +506,7 @@ def creation_limit(
 
 @contextmanager
 def joins_within(store: dist.Store, rank: int, world_size: int, limit_s: float) -> Iterator[None]:
-    """`creation_limit` of the default group, at the store where its ranks meet.
+    """Apply `creation_limit` to the default group, at the store where its ranks meet.
 
     All have come when it is entered, so what is inside needs no limit for them.
 
@@ -544,7 +548,9 @@ def _give_up(rank: int, text: str, before_end: Callable[[], None] = lambda: None
 
 
 def _with_host(store: dist.Store, rank: int) -> str:
-    """The rank, with the host by which it signed in (comm/rendezvous_store.py), if it did."""
+    """Return the rank as text, with the host by which it signed in (comm/rendezvous_store.py), if
+    it did.
+    """
     with suppress(RuntimeError, AttributeError):  # a store within no other one
         while True:
             if store.check([f"here/{rank}"]):

@@ -78,8 +78,9 @@ def known_states() -> list[GroupState]:
 
 
 def keep_state(of: object, state: GroupState) -> Callable[[], None]:
-    """Have `state_of(of)` return `state`, for ranks that talk without a group; returns what ends
-    that."""
+    """Let `state_of(of)` return `state`, for ranks that talk without a group; return a function
+    that ends that.
+    """
     key = id(of)
     _states[key] = state
 

@@ -387,7 +387,9 @@ def reduce_objects(
 
 
 def collect_objects(value: object, group: Group | None = None) -> list[object] | None:
-    """Values of every rank, in group order, on the group's first rank; None on the others."""
+    """Return the values of every rank, in group order, on the group's first rank; None on the
+    others.
+    """
     collected: list[object] = []
     reduce_objects(value, collected.extend, group)
     return collected or None

@@ -34,7 +34,7 @@ _REFUSED = "refused: "
 def serve(
     rendezvous: Rendezvous, ports: Sequence[int], *, timeout_s: float
 ) -> tuple[dist.Store, int]:
-    """Rank 0 listens on the first candidate port that is free: its store and the port.
+    """Listen on the first candidate port that is free, on rank 0; return its store and the port.
 
     Raises:
         LaunchError: all are taken.
@@ -277,7 +277,9 @@ def _complete(store: dist.Store, judge: Callable[[], str]) -> None:
 
 
 def _give_up(store: dist.Store, rendezvous: Rendezvous, judge: Callable[[], str]) -> str:
-    """Which ranks are missing, as said to all, or "yes" if the last one came this moment."""
+    """Return which ranks are missing, as announced to all, or "yes" if the last one came at this
+    moment.
+    """
     world_size, hosts = rendezvous.world_size, rendezvous.hosts
     try:
         if store.add("decided", 1) == 1:

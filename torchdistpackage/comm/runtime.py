@@ -421,7 +421,7 @@ def _pci_address(index: int) -> str:
 
 
 def make_deterministic() -> None:
-    """Have NCCL, cuBLAS and torch add in one order, where they can; before `join`.
+    """Make NCCL, cuBLAS and torch add in one order, where they can; call it before `join`.
 
     Variables that the user set stay. torch warns of an operation that has no such variant.
     """

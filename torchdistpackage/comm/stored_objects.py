@@ -237,7 +237,7 @@ def stored_objects(group: Group) -> StoredObjects | None:
 
 
 def part() -> None:
-    """Before the world ends, hold rank 0, next to which the store is, until all have left it."""
+    """Hold rank 0 until all ranks have left the world, as it runs the store that the others use."""
     if world() not in _objects:
         return
     store = _own_connection()
@@ -249,7 +249,9 @@ def part() -> None:
 
 
 def run_stored(operation: str, objects: StoredObjects, act: Callable[[], object]) -> object:
-    """Do as `run_sync` of comm/work.py: return what `act` does, which the record shows."""
+    """Return the result of `act`, which the record shows as a call; the counterpart of `run_sync`
+    in comm/work.py.
+    """
     call = recorder.begin(operation, cast(Any, objects), None)
     call[STATE], since_s = WAITING, recorder.clock_s()
     result = act()

@@ -47,7 +47,7 @@ def _wants_text(path: Keys, field_of: FieldOf, value: object) -> bool:
 
 
 def _is_text(kind: Any, inside: Keys) -> bool:
-    """Return whether a value of this type can hold only a text at `inside`."""
+    """Return whether the key at path `inside` a value of this type can hold only a text."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _is_text(args[0], inside)

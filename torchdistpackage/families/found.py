@@ -146,7 +146,7 @@ def split_as(model: FoundModel, table: SplitTable) -> FoundModel:
 
 
 def is_stacked(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a parameter is a matrix of each expert of a block."""
+    """Return whether a parameter stacks a matrix of each expert of a block."""
     return len(shape) == 3 and _STACKED.search(name) is not None
 
 

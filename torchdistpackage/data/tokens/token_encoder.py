@@ -238,7 +238,9 @@ def _letters(line: _Line) -> int:
 def _counted(
     text: Any, spans: tuple[tuple[int, int], ...] | None, ends: TextEnds
 ) -> npt.NDArray[np.uint8]:
-    """Return 1 for each token of a document that counts, else 0; spans None: all count."""
+    """Return 1 for each token of a document that counts in the loss, else 0. spans: ranges of
+    characters that count; None: all do.
+    """
     if spans is None:
         return np.ones(len(ends.bos) + len(text.ids) + len(ends.eos), np.uint8)
     inner = _within(text.offsets, spans).astype(np.uint8)

@@ -65,7 +65,7 @@ class CacheHeads:
 
 
 def filled_places(value: Any, apart: bool) -> list[Place]:
-    """Where a cache holds keys and values.
+    """Return where a cache holds keys and values.
 
     Raises:
         LayoutError: shards have heads `apart`, and it holds something in another form, such as

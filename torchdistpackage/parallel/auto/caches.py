@@ -41,7 +41,7 @@ def enter_caches(values: Sequence[Any], heads: CacheHeads, group: Group) -> None
 
 
 def with_caches_marked(output: Any) -> Any:
-    """`output` of the shard of a rank, of whose caches it is noted that they are its own."""
+    """Return `output` of a rank's shard, with its caches marked as that rank's."""
     values = output.values() if isinstance(output, Mapping) else output
     for value in values if isinstance(values, (tuple, list, ValuesView)) else ():
         if is_cache(value):

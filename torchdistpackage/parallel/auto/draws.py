@@ -125,12 +125,12 @@ def _drawing(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def default_draw() -> int:
-    """One number of torch's default generator."""
+    """Return one number of torch's default generator."""
     return int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
 
 
 def stream(seed: int) -> Callable[[], int]:
-    """A stream of numbers of its own."""
+    """Return a stream of random numbers with its own generator."""
     source = torch.Generator().manual_seed(seed)
     return lambda: int(torch.randint(2**62, (), dtype=torch.int64, generator=source))
 

@@ -106,7 +106,7 @@ def files_of(files: AnyPath | Sequence[AnyPath]) -> list[Path]:
 
 
 def shapes_in(paths: Sequence[Path]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes, by the headers alone."""
+    """Return names and shapes of the tensors in the files, from their headers alone."""
     for path in paths:
         with safe_open(path, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118

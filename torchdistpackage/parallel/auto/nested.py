@@ -12,14 +12,15 @@ def is_namedtuple(value: object) -> bool:
 
 
 def rebuilt(like: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """A mapping of the type of `like`, which may be a model's output, with these values."""
+    """Return a mapping of the type of `like`, which may be a model's output, with these values."""
     if type(like) is dict:
         return values
     return type(like)(**values) if all(map(str.isidentifier, values)) else type(like)(values)
 
 
 def once_each(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, which is called once for the same objects: what was one object is one in the results.
+    """Return `fn` with a cache by the identity of its arguments, so that one object stays one
+    object in the results.
 
     It is for one walk through structures, which keep the objects alive.
     """
@@ -39,7 +40,9 @@ def find_tied_weight_aliases(
     destination: dict[int, list[str]] | None = None,
     prefix: str | None = None,
 ) -> dict[int, list[str]]:
-    """id of each parameter and buffer -> all names under which `module` has it, in order."""
+    """Return a map from the id of each parameter and buffer to all names under which `module` has
+    it, in order.
+    """
     names_by_id: dict[int, list[str]] = {} if destination is None else destination
     prefix = prefix or ""
     for name, tensor in chain(module._parameters.items(), module._buffers.items()):

@@ -122,7 +122,7 @@ def forward_traffic(
 
 
 def at(output: Any, target: Any) -> Any:
-    """The output that a rule speaks of."""
+    """Return the output that a rule names."""
     if isinstance(output, Tensor):
         return output if target == 0 else None
     if isinstance(output, (list, tuple)):

@@ -26,7 +26,7 @@ def is_pretrained(module: nn.Module) -> bool:
 
 
 def without_adapters(module: nn.Module) -> nn.Module:
-    """The model that a PeftModel was made around; any other is itself."""
+    """Return the model that a PeftModel was made around; any other model is returned as it is."""
     library = sys.modules.get("peft.peft_model")
     if library is not None and isinstance(module, library.PeftModel):
         return module.get_base_model()
@@ -89,14 +89,18 @@ class PretrainedCalls:
             )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The family's `generate`. Ranks of a group draw alike: from where the first one is."""
+        """Run the family's `generate`. Ranks of a group draw the same numbers, from the state of
+        the first rank.
+        """
         group = self.split_root._group
         if group is not None and self._may_draw_tokens(args, kwargs):
             use_draws_of_first(group)
         return super().generate(*args, **kwargs)
 
     def _may_draw_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """False where tokens are searched for, and no function of the caller's has a part in it."""
+        """Return False where tokens come from a search in which no function of the caller takes
+        part.
+        """
         if len(args) > 1 or any(kwargs.get(name) is not None for name in FUNCTIONS):
             return True
         if (sampled := kwargs.get("do_sample")) is not None:
@@ -105,7 +109,7 @@ class PretrainedCalls:
         return any(getattr(config, "do_sample", None) for config in configs)
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: what the model that was split has tied is one tensor in each shard."""
+        """Do nothing: weights that the model tied before the split are one tensor in each shard."""
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """Raises LayoutError, as the tables are cut."""

@@ -59,7 +59,7 @@ class Original:
 
 
 def original_state_dict(model: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-    """`state_dict()` of the module that was split. With a group all of its ranks call it.
+    """Return `state_dict()` of the module that was split. With a group all of its ranks call it.
 
     Raises:
         LayoutError: a rule of the plan cuts and cannot join.
@@ -123,7 +123,9 @@ def tensors_by_any_name(module: nn.Module) -> dict[str, Tensor]:
 
 
 def gathered(part: Tensor, group: Group) -> list[Tensor]:
-    """The parts of all ranks of the group, on the CPU, in its order; their shapes may differ."""
+    """Return the slices of all ranks of the group, on the CPU, in its order; their shapes may
+    differ.
+    """
     shapes: list[Any] = collectives.gather_objects(tuple(part.shape), group)
     lengths = [torch.Size(shape).numel() for shape in shapes]
     flat = collectives.all_gather(part.reshape(-1).contiguous(), 0, group, lengths)
@@ -132,7 +134,8 @@ def gathered(part: Tensor, group: Group) -> list[Tensor]:
 
 @contextmanager
 def save_tensor_parallel(model: Any) -> Iterator[None]:
-    """Inside, `state_dict()` and `save_pretrained()` of `model` are those of what was split.
+    """Let `state_dict()` and `save_pretrained()` of `model` return and write the unsplit model
+    inside the block.
 
     `model` is split, or has parts that are. Where the shards are processes all of them enter and
     make the same calls.

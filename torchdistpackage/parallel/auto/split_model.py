@@ -116,7 +116,7 @@ class SplitModel(SplitRoot, TakesNoAdapters, Marked):
         return self._group is not None and bool(self._split.table.attention)
 
     def layouts(self) -> Layouts:
-        """How its parameters are cut, by name."""
+        """Return by name how the parameters are cut."""
         return dict(self._split.layouts)
 
     def shard_prefix(self, at: int) -> str:
@@ -161,7 +161,7 @@ class SplitModel(SplitRoot, TakesNoAdapters, Marked):
         return ShardDraws(group.rank(), default_draw)
 
     def _sum_partial_gradients(self) -> None:
-        """Hook parameters of which each rank has a part of the gradient.
+        """Hook parameters of which each rank has a partial gradient, so that it is summed.
 
         A hook stays with its parameter, and parameters may be replaced or unfrozen, so each forward
         looks for new ones.
@@ -194,7 +194,7 @@ class SplitModel(SplitRoot, TakesNoAdapters, Marked):
         return super().__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Its class is made anew, of its two bases."""
+        """Pickle the two bases of the class, from which loading makes it anew."""
         calls, kind, *_ = type(self).__bases__
         return _new_split, (calls, kind), self.__getstate__()
 
@@ -290,8 +290,9 @@ def key_heads(table: SplitTable, num: int) -> tuple[tuple[int, ...], ...] | None
 def _partial_parameters(
     module: nn.Module, layouts: Mapping[str, Layout]
 ) -> Iterator[tuple[nn.Module, str]]:
-    """Parameters of which each rank has a part of the gradient, but for those of layers that sum it
-    themselves."""
+    """Return parameters of which each rank has a partial gradient, without those of layers that sum
+    it themselves.
+    """
     for name, layout in layouts.items():
         path, _, last = name.rpartition(".")
         owner = module.get_submodule(path)

@@ -40,7 +40,9 @@ class SplitRoot(nn.Module):
     preserve_shards_when_saving = True
 
     def set_preserve_shards_when_saving(self, value: bool) -> None:
-        """With False `state_dict()` is that of the module that was split, see `saving`."""
+        """Choose whether `state_dict()` returns shards; with False it is that of the module that
+        was split, see `saving`.
+        """
         self.preserve_shards_when_saving = value
 
     def full_tensors(self) -> dict[str, Tensor]:

@@ -73,7 +73,7 @@ def counted_forward(group: Group) -> Iterator[None]:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Forwards inside are not counted."""
+    """Leave forwards inside the block out of the count."""
     global counts
     saved, counts = counts, None
     try:

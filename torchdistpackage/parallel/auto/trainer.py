@@ -22,7 +22,8 @@ from torchdistpackage.parallel.auto.saving import save_tensor_parallel
 
 
 def prepare_trainer(trainer: Any) -> Any:
-    """`trainer`, a `transformers.Trainer` of a model that `tensor_parallel` split over processes.
+    """Return `trainer`, a `transformers.Trainer`, prepared for a model that `tensor_parallel` split
+    over processes.
 
     Call it once, before `train()` and `evaluate()`. Data parallelism is over tpc's data axis, by
     `NaiveDDP`, or by a `ZeroOptimizer` that is `trainer.optimizer`, made after the Trainer, which
@@ -111,7 +112,7 @@ def is_zero(trainer: Any) -> bool:
 
 
 def bare_optimizer(trainer: Any) -> Any:
-    """Without what accelerate puts around it."""
+    """Return the optimizer without accelerate's wrapper."""
     return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
 
 
@@ -124,7 +125,9 @@ class ShardedAcceleration:
     def prepare_model(
         self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Without torch's data parallelism, which averages over shards too; left where it is."""
+        """Prepare a model without torch's data parallelism, which would average over shards too;
+        the model stays where it is.
+        """
         of_library: Any = super()
         prepared: nn.Module = of_library.prepare_model(model, False, True)
         if evaluation_mode or is_zero(self.trainer_of_shards):
@@ -132,12 +135,14 @@ class ShardedAcceleration:
         return NaiveDDP(prepared, process_group=tpc.get_group("data"))
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Its state stays where it is: a ZeroOptimizer's is of this rank."""
+        """Prepare an optimizer, and leave its state where it is: that of a ZeroOptimizer belongs to
+        this rank.
+        """
         of_library: Any = super()
         return of_library.prepare_optimizer(optimizer, device_placement=False)
 
     def prepare_data_loader(self: Any, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Batches by the position on the data axis."""
+        """Prepare a loader whose batches follow the position on the data axis."""
         from accelerate.data_loader import prepare_data_loader
 
         if getattr(data_loader, "_is_accelerate_prepared", False):
@@ -180,7 +185,7 @@ class ShardedAcceleration:
     def clip_grad_norm_(
         self: Any, parameters: Any, max_norm: float, norm_type: float = 2.0
     ) -> Tensor:
-        """The norm of the gradients of the model that was split."""
+        """Clip by the norm of the gradients of the unsplit model, and return it."""
         self.unscale_gradients()
         return clip_grad_norm_(list(parameters), max_norm, norm_type)
 

@@ -236,7 +236,7 @@ class SequenceAttention(Protocol):
         ...
 
     def ranges(self, seq_len: int) -> Sequence[range]:
-        """The positions that this rank holds, in the order in which it holds them."""
+        """Return the positions that this rank holds, in the order in which it holds them."""
         ...
 
     def part(self, x: Tensor) -> Tensor:
@@ -262,7 +262,7 @@ class SequenceAttention(Protocol):
         group: Group | None,
         mask: Any,
     ) -> Tensor:
-        """Attention of the queries here, as `attend`; mask: that of `tokens`."""
+        """Return the attention of this rank's queries, as `attend` does; mask: that of `tokens`."""
         ...
 
 

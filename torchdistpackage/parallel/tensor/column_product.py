@@ -227,7 +227,7 @@ def _gather_and_multiply(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
 ) -> tuple[Tensor, ...]:
-    """x of all ranks, and its products."""
+    """Return x of all ranks, and its products with the weights."""
     if chunks is None:
         gathered = into(x)
         return gathered, *multiply(gathered, weights, biases)

@@ -42,7 +42,8 @@ def vocab_parallel_cross_entropy(
     z_loss: float = 0.0,
     reduction: Reduction = "none",
 ) -> Tensor:
-    """`torch.nn.functional.cross_entropy`, class dim last, equal on all ranks of the group.
+    """Compute `torch.nn.functional.cross_entropy` with the class dim last, equal on all ranks of
+    the group.
 
     logits (..., my columns of vocab); target (...) int64, equal on all ranks. Result (...), or
     0-dim for "mean" and "sum"; float32, or float64 for float64 logits. Half precisions are computed
@@ -88,7 +89,8 @@ def linear_cross_entropy(
     reduction: Reduction = "none",
     chunk_tokens: int = 1024,
 ) -> Tensor:
-    """`vocab_parallel_cross_entropy` of x W^T, whose logits exist for `chunk_tokens` at a time.
+    """Compute `vocab_parallel_cross_entropy` of x W^T, whose logits exist for only `chunk_tokens`
+    at a time.
 
     x (..., D), whole on every rank, whose gradient is summed over the group; weight
     (my rows of vocab, D); target (...). The backward multiplies again. Other arguments and the
@@ -172,7 +174,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _once(inputs: tuple[Tensor, ...], *grads: Tensor) -> tuple[Tensor, ...]:
-    """The gradients, of which a further derivative is refused where it is asked for."""
+    """Return the gradients, and refuse a further derivative of them when it is asked for."""
     return _Once.apply(len(grads), *grads, *inputs) if torch.is_grad_enabled() else grads
 
 

@@ -68,7 +68,7 @@ class _Embedding(Grouped):
         make_parameters(self, dtype, device)
 
     def problems(self) -> list[str]:
-        """Why the group cannot share what this layer cuts."""
+        """Return why the group cannot share the table of this layer."""
         return []
 
     def initials(self) -> dict[str, Initial]:
@@ -154,7 +154,8 @@ def vocab_embedding(
     sizes: Sizes | None = None,
     **options: Unpack[LookupOptions],
 ) -> Tensor:
-    """My rows (my part of vocab, D) by id, zero for the ids of other ranks: (..., D).
+    """Look up ids in this rank's rows of the table (its slice of vocab, D); ids of other ranks give
+    zeros: (..., D).
 
     The sum over the group is `F.embedding` of the whole table, with its options. On a GPU those
     that look at which rows were met (max_norm, scale_grad_by_freq, sparse) stop for the host.
@@ -195,7 +196,7 @@ def vocab_embedding(
 def feature_embedding(
     ids: Tensor, weight: Tensor, group: Group, **options: Unpack[LookupOptions]
 ) -> Tensor:
-    """My columns (V, my part of D) of the rows by id: (..., my part of D).
+    """Look up ids in this rank's columns of the table (V, its slice of D): (..., its slice of D).
 
     The parts joined are `F.embedding` of the whole table, with its options; max_norm is the norm of
     the whole row, for which the group sums once.
@@ -225,7 +226,7 @@ def renormalise(
 
 
 def vocab_range(vocab: int, group: Group, sizes: Sizes | None = None) -> tuple[int, int]:
-    """(first, number) of the classes that this rank holds.
+    """Return (first, number) of the classes that this rank holds.
 
     sizes: number of each rank's, in group order; None: `even_sizes`.
 
@@ -265,7 +266,7 @@ def check_ids(ids: Tensor, vocab: int, what: str) -> None:
 
 
 def _checked(options: LookupOptions, vocab: int, where: str) -> LookupOptions:
-    """The options, with `padding_idx` counted from the first row.
+    """Return the options, with `padding_idx` counted from the first row.
 
     Raises:
         LayoutError: padding_idx is not in the vocabulary.

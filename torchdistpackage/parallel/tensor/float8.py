@@ -24,14 +24,18 @@ CAPABILITY = (8, 9)
 
 
 def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x (M, K) -> its rows in e4m3, and factors (M, 1), float32, that scale them back."""
+    """Round the rows of x (M, K) to e4m3; return them with factors (M, 1), float32, that scale them
+    back.
+    """
     largest = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-12)
     factor = largest / torch.finfo(E4M3).max
     return (x.float() / factor).to(E4M3), factor
 
 
 def scaled_product(a: Tensor, b: Tensor) -> Tensor:
-    """a (M, K) times b (N, K) transposed, both rounded by rows: (M, N), in the dtype of a."""
+    """Return a (M, K) times b (N, K) transposed, both rounded by rows: (M, N), in the dtype of
+    a.
+    """
     (first, of_a), (second, of_b) = rounded_rows(a), rounded_rows(b)
     if a.is_cuda:
         out = torch._scaled_mm(
@@ -61,7 +65,9 @@ class _Float8Product(torch.autograd.Function):
 
 
 def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear` of x (..., Din) and weight (Dout, Din), rounded by rows."""
+    """Compute `torch.nn.functional.linear` of x (..., Din) and weight (Dout, Din), both rounded by
+    rows.
+    """
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)

@@ -27,7 +27,7 @@ class FullTensors:
     """
 
     def full_names(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """`tensors` of a one-process module by the names of this module's parameters."""
+        """Return `tensors` of a one-process module by the names of this module's parameters."""
         return tensors
 
     def from_full(self, full: Full) -> Self:
@@ -43,7 +43,9 @@ class FullTensors:
         return self
 
     def to_full(self) -> dict[str, Tensor]:
-        """Copies of the whole parameters by name, on every rank. All ranks of the group call it."""
+        """Return copies of the full parameters by name, on every rank. All ranks of the group call
+        this.
+        """
         module = cast(nn.Module, self)
         layouts, parameters = collect(module), dict(module.named_parameters())
         groups = (_place(p, layouts[name])[2] for name, p in parameters.items())
@@ -81,7 +83,9 @@ def load_full(module: nn.Module, full: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def gather_full(parameter: Tensor, layout: Layout) -> Tensor:
-    """A copy of the whole parameter, on every rank of the group that cuts it; all of them call."""
+    """Return a copy of the full parameter on every rank of the group that cuts it; all of them call
+    this.
+    """
     mesh, _, group = _place(parameter, layout)
     if group is None or group.size() == 1:
         return parameter.detach().clone()
@@ -113,7 +117,7 @@ def copy_part(target: Tensor, full: Tensor, layout: Layout, mesh: Mesh, rank: in
 
 
 def _place(parameter: Tensor, layout: Layout) -> tuple[Mesh, int, Group | None]:
-    """The mesh of the group that cuts a parameter, and this rank's place in it."""
+    """Return the mesh of the group that cuts a parameter, and this rank's place in it."""
     mark = mark_of(parameter)
     group = None if mark is None else cast(Group | None, mark.group)
     if not layout.split_axes or group is None:

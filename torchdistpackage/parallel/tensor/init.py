@@ -163,7 +163,7 @@ def initialize(
 
 
 def _whole(layout: Layout, initial: Initial, seed: int) -> Tensor:
-    """The whole tensor, as float32 on the CPU."""
+    """Return the full tensor, as float32 on the CPU."""
     if initial.make is not None:
         return initial.make(seed)
     generator = torch.Generator().manual_seed(seed_from(seed, layout.name))

@@ -23,7 +23,8 @@ def column(
     parts: tuple[int, ...] = (),
     heads: HeadSplit | None = None,
 ) -> Layouts:
-    """A product whose output is cut: weight and bias along Dout, evenly or not.
+    """Return the layouts of a linear layer whose output is cut: weight and bias along Dout, evenly
+    or not.
 
     parts: sizes of fused outputs (q, k, v), each of which is cut by itself.
     heads: of which Dout, or each part, is made, if it is.
@@ -44,8 +45,9 @@ def row(
     sequence_parallel: bool = False,
     heads: HeadSplit | None = None,
 ) -> Layouts:
-    """A product whose input is cut, evenly or not: weight along Din; the bias is whole, added after
-    the sum."""
+    """Return the layouts of a linear layer whose input is cut, evenly or not: the weight along Din;
+    the bias is full and added after the sum.
+    """
     options = {"uneven": True, "heads": heads}
     weight = Layout("weight", (dout, din), ((), (axis,)), **options)
     layouts = {"weight": weight}
@@ -55,17 +57,19 @@ def row(
 
 
 def vocab_embedding(vocab: int, dim: int, axis: str) -> Layouts:
-    """A table (vocab, dim) cut along the vocabulary, evenly or not: embedding or output head."""
+    """Return the layouts of a table (vocab, dim) cut along the vocabulary, evenly or not: an
+    embedding or output head.
+    """
     return {"weight": _table(vocab, dim, ((axis,), ()))}
 
 
 def feature_embedding(vocab: int, dim: int, axis: str) -> Layouts:
-    """A table (vocab, dim) cut along its features, evenly or not."""
+    """Return the layouts of a table (vocab, dim) cut along its features, evenly or not."""
     return {"weight": _table(vocab, dim, ((), (axis,)))}
 
 
 def position(seq_len: int, dim: int, axis: str, sequence_parallel: bool) -> Layouts:
-    """A learned vector for each position, whole on every rank."""
+    """Return the layouts of a learned vector for each position, full on every rank."""
     partial = _partial(axis, sequence_parallel)
     return {"position": Layout("position", (seq_len, dim), unreduced=partial, is_table=True)}
 
@@ -87,7 +91,8 @@ def attention(
     head_dim: int | None = None,
     out_bias: bool | None = None,
 ) -> Layouts:
-    """Fused q, k, v cut by heads (`qkv`), and the product that joins the heads again (`out`).
+    """Return the layouts of fused q, k, v cut by heads (`qkv`), and of the matmul that joins the
+    heads again (`out`).
 
     heads: default one a channel. kv_heads: where they are fewer, queries (`q`) and fused keys and
         values (`kv`) are products of their own, so that ranks that share a key-value head share
@@ -113,7 +118,7 @@ def attention(
 def mlp(
     dim: int, hidden: int, bias: bool, axis: str, sequence_parallel: bool, gated: bool = False
 ) -> Layouts:
-    """Two products with the hidden dim cut between them (`up`, `down`).
+    """Return the layouts of two linear layers with the hidden dim cut between them (`up`, `down`).
 
     gated: the first makes a gate too, fused with it (`gate_up`, the gate first).
     """
@@ -125,7 +130,7 @@ def mlp(
 
 
 def transposed(layouts: Layouts) -> Layouts:
-    """The same layer with its matrices stored the other way round, (Din, Dout)."""
+    """Return the same layouts with the matrices stored as (Din, Dout)."""
     return {
         name: replace(
             layout, shape=layout.shape[::-1], split=layout.split[::-1], parts=layout.parts[::-1]
@@ -135,7 +140,7 @@ def transposed(layouts: Layouts) -> Layouts:
 
 
 def heads_per_rank(dim: int, heads: int, num_ranks: int, where: str = "attention") -> int:
-    """How many of the heads each of `num_ranks` tensor ranks works on.
+    """Return how many of the heads each of `num_ranks` tensor ranks works on.
 
     Raises:
         LayoutError: dim is not a multiple of the heads, or they cannot be shared evenly.

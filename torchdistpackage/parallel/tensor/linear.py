@@ -36,7 +36,7 @@ def column_linear(
     sequence_parallel: bool = False,
     sizes: Sizes | None = None,
 ) -> Tensor:
-    """My columns of x W^T + b.
+    """Return this rank's columns of x W^T + b.
 
     x (S, ..., Din), or (S/n, ..., Din) under sequence parallelism; weight (Dout/n, Din);
     result (S, ..., Dout/n). The gradient of x is summed over the group.
@@ -54,7 +54,7 @@ def row_linear(
     sequence_parallel: bool = False,
     sizes: Sizes | None = None,
 ) -> Tensor:
-    """x W^T + b from each rank's columns of x.
+    """Return x W^T + b from each rank's columns of x.
 
     x (S, ..., Din/n); weight (Dout, Din/n); bias (Dout,), whole; result (S, ..., Dout), or
     (S/n, ..., Dout) under sequence parallelism. sizes: the length of each rank's result.
@@ -112,7 +112,7 @@ class Linear(Grouped):
         make_parameters(self, dtype, device)
 
     def problems(self) -> list[str]:
-        """Why the group cannot share the features that this layer cuts."""
+        """Return why the group cannot share the features that this layer cuts."""
         return []
 
     def initials(self) -> dict[str, Initial]:
@@ -123,11 +123,13 @@ class Linear(Grouped):
         return cut.transposed(layouts) if self.transposed else layouts
 
     def _layouts(self) -> Layouts:
-        """With the weight as (Dout, Din)."""
+        """Return the layouts with the weight as (Dout, Din)."""
         raise NotImplementedError
 
     def oriented(self, weight: Tensor) -> Tensor:
-        """A weight (Din, Dout) as a product takes it; one in 4 bits is so already."""
+        """Return a weight (Din, Dout) in the order that a matmul takes; one in 4 bits has that
+        order already.
+        """
         return weight.t() if weight.is_floating_point() else weight
 
     def extra_repr(self) -> str:
@@ -175,8 +177,9 @@ class ColumnLinear(Linear):
     def side_by_side(
         x: Tensor, layers: "Sequence[ColumnLinear]", sizes: Sizes | None = None
     ) -> Sequence[Tensor]:
-        """The result of each of several such layers of one x, which is gathered once, and its
-        gradient summed once."""
+        """Return the results of several such layers of one x, which is gathered once and whose
+        gradient is summed once.
+        """
         first = layers[0]
         parameters = [layer.parameters_here() for layer in layers]
         weights, biases = zip(*parameters, strict=True)
@@ -192,7 +195,7 @@ class ColumnLinear(Linear):
         )
 
     def parameters_here(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias as a forward is to use them."""
+        """Return weight and bias in the form that a forward uses."""
         weight, bias = own(self, "weight"), own(self, "bias")
         if self.heads is not None and self.heads.shared:
             weight, bias = cast(Tensor, self.summed(weight)), self.summed(bias)
@@ -291,7 +294,9 @@ class ParallelMlp(FullTensors, nn.Module):
         self.down = RowLinear(hidden, dim, initial=down_initial or initial, **common)
 
     def forward(self, x: Tensor, sizes: Sizes | None = None) -> Tensor:
-        """sizes: under sequence parallelism the length of each rank's x, where they differ."""
+        """Return the MLP of x. sizes: under sequence parallelism the length of each rank's x, where
+        they differ.
+        """
         options = {} if sizes is None else {"sizes": sizes}
         if not self.gated:
             return self.down(self.activation(self.up(x, **options)), **options)

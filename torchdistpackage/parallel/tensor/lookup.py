@@ -57,7 +57,8 @@ def _kind_of(base: type[nn.Embedding], split: type[_SplitLookup]) -> type[_Split
 
 
 def split_lookup(embedding: nn.Embedding, by_rows: bool, size: int, group: Group) -> nn.Embedding:
-    """A copy of `embedding` that looks up in a part of the table; its weight is still the whole.
+    """Return a copy of `embedding` that looks up in a slice of the table; its weight is still the
+    full one.
 
     size: rows of the table, or, where it is split by columns, columns.
     """

@@ -50,7 +50,7 @@ class LossTerms:
 
     @property
     def columns(self) -> tuple[int, int]:
-        """(first, number) of my columns."""
+        """(first, number) of this rank's columns."""
         return vocab_range(self.vocab, self.group, self.sizes)
 
     @property
@@ -146,7 +146,9 @@ def reduced(losses: Tensor, targets: LossTargets, reduction: str) -> Tensor:
 
 
 def rows_at_once(x: Tensor) -> Iterator[slice]:
-    """Rows of x (N, C) that are looked at together."""
+    """Return slices of rows of x (N, C) that are processed at a time, so that a block stays in the
+    cache.
+    """
     at_once = CACHED_BYTES if x.device.type == "cpu" else BLOCK_BYTES
     size = max(at_once // max(x.shape[-1] * x.element_size(), 1), 1)
     return (slice(start, start + size) for start in range(0, len(x), size))
@@ -188,7 +190,9 @@ class SoftmaxRows:
 
 
 def join(stats: Tensor, terms: LossTerms, targets: LossTargets) -> tuple[Tensor, SoftmaxRows]:
-    """Losses (N,) from what each rank saw of its own columns."""
+    """Return losses (N,) and the softmax, from the statistics that each rank has of its own
+    columns.
+    """
     own_highest, own_total, hit, smooth = stats
     highest = own_highest.clone()
     all_reduce(highest, terms.group, MAX)
@@ -218,7 +222,9 @@ def join(stats: Tensor, terms: LossTerms, targets: LossTargets) -> tuple[Tensor,
 def gradient(
     grad: Tensor, x: Tensor, softmax: SoftmaxRows, terms: LossTerms, targets: LossTargets
 ) -> Tensor:
-    """Gradient of my logits x (N, C), in their dtype, from that of the losses (N,)."""
+    """Return the gradient of this rank's logits x (N, C), in their dtype, from that of the losses
+    (N,).
+    """
     grad = grad * targets.kept
     at_target = grad * targets.factor * (1 - terms.smoothing)
     scale, smooth = at_target, None

@@ -66,9 +66,9 @@ class Marked(FullTensors, nn.Module):
                     mark_parameter(parameter, layouts[name], group, name.count("."))
 
     def summed(self, parameter: nn.Parameter | None) -> Tensor | None:
-        """`parameter` for a forward that sees this rank's rows alone, or its own of the heads that
-        share it, so that its gradient here is a partial sum: the backward sums it over the group,
-        or the ranks that hold it, unless a reducer has taken that on.
+        """Return `parameter` for a forward that sees only this rank's rows or heads, so that its
+        gradient here is a partial sum. The backward sums it over the group, or over the ranks that
+        share the heads, unless a reducer has taken that on.
         """
         if parameter is None or is_reduced(parameter):
             return parameter

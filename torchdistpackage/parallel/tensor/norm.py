@@ -65,7 +65,7 @@ class LayerNorm(_Norm, nn.LayerNorm):
     def _summed_pair(
         self, weight: nn.Parameter | None, bias: nn.Parameter | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """`summed` of both, in one message where the layer sums both."""
+        """Return `summed` of both, with one message if the layer sums both."""
         is_own = weight is not None and bias is not None and weight.dtype == bias.dtype
         if not is_own or is_reduced(weight) or is_reduced(bias):
             return self.summed(weight), self.summed(bias)

@@ -110,7 +110,9 @@ class _LayerSwap:
             self.modules[path].register_forward_pre_hook(entrance, with_kwargs=True)
 
     def _layer(self, path: str) -> nn.Module | None:
-        """The layer at `path`, inside its adapter if it has one; None: it is not in this module."""
+        """Return the layer at `path`, inside its adapter if it has one; None: it is not in this
+        module.
+        """
         layer = self.modules.get(path + _ADAPTED) or self.modules.get(path)
         return None if layer is None or layer._parameters.get("weight") is None else layer
 
@@ -160,7 +162,7 @@ class _LayerSwap:
         behind.register_forward_hook(_Joined(self.group, tuple(sizes)))
 
     def shard(self, full: nn.Parameter, layout: Layout) -> nn.Parameter:
-        """This rank's part of a parameter, once for all of its names."""
+        """Return this rank's shard of a parameter, one tensor for all of its names."""
         if full not in self._shards:
             shape = local_shape(layout, self.mesh, self.group.rank())
             part = torch.empty(shape, dtype=full.dtype, device=full.device)
@@ -269,7 +271,9 @@ class _HeadsHere:
         return tuple(arguments), kwargs
 
     def _mine(self, x: Any) -> Any:
-        """x (batch x heads, ...) or (batch, heads, ..., ...), of which one may stand for all."""
+        """Return this rank's heads of x (batch x heads, ...) or (batch, heads, ..., ...); one head
+        may stand for all.
+        """
         if not isinstance(x, Tensor):
             return x
         if x.dim() == 4:

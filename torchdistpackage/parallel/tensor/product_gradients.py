@@ -21,7 +21,7 @@ def multiply(
     biases: Sequence[Tensor | None],
     product: Product = F.linear,
 ) -> list[Tensor]:
-    """The product with each weight."""
+    """Return the product of x with each weight."""
     return [product(x, w, b) for w, b in zip(weights, biases, strict=True)]
 
 
@@ -126,7 +126,7 @@ def _later_bias_gradient(x: Tensor, grad: Tensor) -> Tensor:
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """The rows of x along its last dim."""
+    """Return x as a matrix of its rows along the last dim."""
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 

@@ -46,7 +46,7 @@ def row_product(
     bias: Tensor | None = None,
     product: Product = F.linear,
 ) -> Tensor:
-    """x W^T summed over the group, from each rank's columns of x, and then the bias.
+    """Return x W^T summed over the group, from each rank's columns of x, plus the bias.
 
     x (S, ..., Din/n); weight (Dout, Din/n); result (S, ..., Dout), or (S/n, ..., Dout) under
     sequence parallelism. sizes: the length of each rank's result, where they differ. bias (Dout,),
@@ -108,7 +108,7 @@ class _RowProduct(torch.autograd.Function):
 
     @staticmethod
     def deferred_gradient(node: Any, argument: int) -> tuple[Any, ...]:
-        """How `deferred_wgrad` has that of the weight computed later."""
+        """Return how `deferred_wgrad` computes the gradient of the weight later."""
         node.gathered.is_awaited = True
         return 0, _deferred_row_gradient, node.gathered, node.saved_tensors[1].is_contiguous()
 
@@ -139,7 +139,7 @@ class _Gathered:
         self.grad: Tensor | None = None
 
     def take(self) -> Tensor:
-        """The gradient, once."""
+        """Return the gradient and let go of it."""
         grad, self.grad = self.grad, None
         assert grad is not None
         return grad

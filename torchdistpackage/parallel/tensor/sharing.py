@@ -16,7 +16,7 @@ from torchdistpackage.layout.layout import HeadSplit, Layout
 
 
 def copy_to_sharing(parameter: Tensor, layout: Layout, group: Group) -> Tensor:
-    """The parameter itself; its gradient is summed over the ranks that share its heads."""
+    """Return the parameter itself; its gradient is summed over the ranks that share its heads."""
     heads = layout.heads
     if heads is None or group.size() <= heads.groups:
         return parameter

@@ -60,7 +60,7 @@ def traced_linear_losses(
 
 
 def _joined(stats: Tensor, terms: LossTerms, targets: LossTargets) -> Tensor:
-    """Losses (N,), as `loss_terms.join` has them."""
+    """Return losses (N,) as `loss_terms.join` does."""
     own_highest, own_total, hit, smooth = stats.unbind(0)
     own_highest = own_highest.detach()
     highest = apply(_Largest(terms.group), own_highest)
@@ -118,7 +118,7 @@ def _look(
     smooths: bool,
     num_tokens: int,
 ) -> Tensor:
-    """`look` at x W^T, (4, N)."""
+    """Return `look` at x W^T, (4, N)."""
     targets = LossTargets(column.shape, column, mine, kept, kept, own_weights, 0.0)
     with torch.autocast(x.device.type, enabled=False):
         statistics = [look(x[at] @ weight.t(), smooths, p) for at, p in targets.split(num_tokens)]
@@ -142,7 +142,7 @@ def _look_backward(
     smooths: bool,
     num_tokens: int,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight from that of what was found, but for the maxima."""
+    """Return the gradients of x and weight from those of the statistics; the maxima have none."""
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     grad_weight = torch.zeros(weight.shape, dtype=stats.dtype, device=weight.device)
     of_hit = grad[2].masked_fill(~mine, 0)

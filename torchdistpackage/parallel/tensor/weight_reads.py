@@ -73,12 +73,12 @@ class SplitWeight(Tensor):
 
 
 def plain(x: Tensor) -> Tensor:
-    """`x`, of a weight this rank's part."""
+    """Return `x`; for a weight, this rank's slice of it."""
     return x.as_subclass(Tensor) if isinstance(x, SplitWeight) else x
 
 
 def whole(x: Tensor) -> Tensor:
-    """`x`, of a weight all of it. All shards call this together."""
+    """Return `x`; for a weight, the full one. All shards call this together."""
     return x.join(plain(x)) if isinstance(x, SplitWeight) else x
 
 
@@ -92,7 +92,7 @@ def is_write(func: Any) -> bool:
 
 
 def split_weight(part: Tensor, join: Callable[[Tensor], Tensor]) -> SplitWeight:
-    """`part`, of which operations get the whole by `join`."""
+    """Return `part` as a weight that operations read in full, by `join`."""
     weight = part.as_subclass(SplitWeight)
     weight.join = join
     return weight
@@ -164,7 +164,8 @@ class JoinParts:
 
 @lru_cache(maxsize=256)
 def _places(layout: Layout, num: int) -> tuple[int, list[int], Tensor | None]:
-    """(dim that is split, length of each rank's part, where the parts joined hold each place).
+    """Return (dim that is split, length of each rank's slice, index of each position in the joined
+    slices).
 
     None: in order.
     """
@@ -186,7 +187,8 @@ def _mesh(layout: Layout, num: int) -> Mesh:
 
 
 def read_whole(*names: str, by_any: bool = False) -> Callable[[type], type]:
-    """Decorate a class of split layers: forwards of torch's modules read these parameters whole.
+    """Decorate a class of split layers, so that forwards of torch's modules read these parameters
+    in full.
 
     by_any: forwards of any other module do, because the model knows nothing of its split.
     """
@@ -200,7 +202,7 @@ def read_whole(*names: str, by_any: bool = False) -> Callable[[type], type]:
 
 
 def own(layer: nn.Module, name: str) -> Any:
-    """The parameter, or buffer, of that name as the layer itself computes with it."""
+    """Return the parameter or buffer of that name as the layer itself computes with it."""
     attributes = layer.__dict__
     if name in attributes:  # a tensor that stands in for a parameter
         return attributes[name]
