@@ -64,6 +64,7 @@ def expect_all(call_name: str, group: Group, limit_s: float | None = None) -> No
     numbers[call_name] = number = numbers.get(call_name, 0) + 1
     store, ranks = default_store(), ranks_of(group)
     key = f"attendance/{group.group_name}/{call_name}/{number}"
+    # signed before it is counted, so that no counted rank is named as absent
     store.set(f"{key}/{dist.get_rank()}", "")
     limit_s = LIMIT_S if limit_s is None else limit_s
     if store.add(key, 1) == len(ranks):

@@ -262,6 +262,7 @@ def _named(name: str) -> Iterator[None]:
             f"torch {torch.__version__} names groups in a way that is not known here; use torch "
             f"2.11 to 2.13"
         )
+    # torch has one naming function for all threads of the process
     with _lock:
         _num_inside += 1
         dist.distributed_c10d._hash_ranks_to_str = _name_of
@@ -285,6 +286,7 @@ _bound: PerGroup[tuple[int, torch.device]] = PerGroup()
 @contextmanager
 def _unbound(default: Group) -> Iterator[torch.device | None]:
     """Unbind the default group from its device inside the block; yield that device."""
+    # threads of the process share the default group and its device
     with _lock:
         num, device = _bound.get(default, (0, default.bound_device_id))
         if device is not None:
@@ -380,6 +382,7 @@ class _Roll:
 
         def wait() -> None:
             store, end = self._store.clone(), time.monotonic() + _TELL_WAIT_S
+            # polls, because a store cannot wait for a number
             while store.add(f"read/{self._name}", 0) < self._stays_for and time.monotonic() < end:
                 time.sleep(0.05)
 
@@ -387,11 +390,13 @@ class _Roll:
             _answer(wait)
 
     def _shared(self, limit_s: float) -> str:
+        # a connection of its own: the main thread may be blocked in a wait on the shared one
         store, key = self._store.clone(), f"absent/{self._name}"
         looks = store.add(f"looks/{self._name}", 1) == 1
         if looks:
             text, num_came = self._look(limit_s)
             store.set(key, f"{num_came} {text}")
+        # one rank looks for all: thousands of looks at once would overload the store
         store.wait([key], timedelta(seconds=_TELL_WAIT_S))
         num_came, _, text = store.get(key).decode().partition(" ")
         store.add(f"read/{self._name}", 1)
@@ -520,6 +525,7 @@ def joins_within(store: dist.Store, rank: int, world_size: int, limit_s: float) 
 
     group_name, ranks = "the default group", range(world_size)
     with creation_limit(group_name, ranks, joined, store, limit_s, rank=rank):
+        # after the rank's own key above, so that a counted rank is never named as missing
         if store.add("joined", 1) == world_size:
             store.set("joins/all", "")
         store.wait(["joins/all"], timedelta(seconds=limit_s))

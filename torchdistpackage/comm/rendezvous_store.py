@@ -295,6 +295,7 @@ def _give_up(store: dist.Store, rendezvous: Rendezvous, judge: Callable[[], str]
             )
             store.set("settled", "")
         if rendezvous.rank == 0:
+            # rank 0 keeps the store, and must not end it before the rank that decides has written
             store.wait(["settled"], timedelta(seconds=_TELL_WAIT_S))
             _complete(store, judge)
         store.wait(["complete"], timedelta(seconds=_TELL_WAIT_S))
@@ -318,6 +319,7 @@ def _hear(store: dist.Store, keeper: bool) -> None:
     end = time.monotonic() + _HEARD_WAIT_S
     with contextlib.suppress(RuntimeError):  # gone with its keeper
         store.add("heard", 1)
+        # polls, because a store cannot wait for a number
         while keeper and store.add("heard", 0) < store.add("arrived", 0):
             if time.monotonic() > end:
                 return

@@ -98,6 +98,7 @@ class SendQueue:
         works = self._works
         works.append((work, num_bytes))
         self._bytes += num_bytes
+        # a sender ahead of its receiver would hold the memory of ever more payloads
         while len(works) > self._max_sends or self._bytes > self._max_bytes:
             self._wait_for_oldest()
 

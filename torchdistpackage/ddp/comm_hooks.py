@@ -125,6 +125,7 @@ class PowerSGD:
         is_exact = any(m.num_exact > 0 for m in matrices)
         for matrix in matrices:
             matrix.num_exact -= 1
+        # torch has no QR decomposition in half precision
         is_wide = flat.dtype in (torch.float32, torch.float64)
         if group.size() == 1 or is_exact or not (is_wide and matrices):
             return primitives.start_all_reduce(flat, group, op)
@@ -157,6 +158,7 @@ class _Matrix:
         self.start, self.rows, self.cols, self.rank = 0, rows, cols, rank
         self.num_exact = num_exact
         draw = torch.Generator().manual_seed(seed)
+        # drawn on the CPU in one dtype, so that Q is the same on all devices; narrowed at first use
         self.q = torch.randn(cols, rank, generator=draw, dtype=torch.float64)
         self.lost: Tensor | None = None
 

@@ -83,6 +83,7 @@ class ShardedEMA:
             for i, (name, p) in enumerate(named.items())
         }
         self._averages = {
+            # a copy even for an equal dtype: the average must not share the parameter's memory
             name: named[name].detach().to(average.dtype, copy=True)
             for name, average in self._owned.items()
             if average.owner == self._rank
@@ -214,6 +215,8 @@ class ShardedEMA:
         others.sort(key=lambda pair: pair[1].owner)
         receiving: list[tuple[str, Work]] = []
         for name, spec in others:
+            # a few receives ahead hide the latency, and more would take memory for all parameters
+            # at once
             if len(receiving) == RECEIVES_AHEAD:
                 arrived, pending = receiving.pop(0)
                 yield arrived, pending.wait()

@@ -76,6 +76,7 @@ class BackwardQueue:
     """The reducers of one backward (graph task), in the order in which it reached their outputs."""
 
     def __init__(self, task: int):
+        # Autograd's threads may complete gradients at once, but all ranks must launch in one order.
         self._task, self._launching = task, Lock()
         self._rounds: list[list[tuple[LaunchingReducer, bool]]] = [[]]
         if task != -1:

@@ -217,6 +217,7 @@ class Reducer:
         if planner is not None:
             planner.arrived(0)
         for b, bucket_comm in enumerate(buckets.bucket_comms):
+            # in the order of the launches, which is the order in which sums arrive
             bucket_comm.wait()
             if planner is not None and b < buckets.num_early:
                 planner.arrived(buckets.num_bytes(b))

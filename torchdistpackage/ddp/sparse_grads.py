@@ -69,6 +69,7 @@ class SparseGrad:
 
     def wait(self) -> None:
         assert self._counts is not None
+        # the host waits here: it needs the counts to allocate what the other ranks send
         counts: list[int] = self._counts.wait().tolist()
         parameter, divide = self._spec.parameter, self._spec.divide
         grad, self._grad, self._counts = self._grad, None, None
@@ -95,6 +96,7 @@ class SparseGrad:
 
     def abandon(self) -> None:
         if self._counts is not None:
+            # the exchange in flight still writes to its memory
             self._counts.wait()
             self._counts = None
 

@@ -48,6 +48,7 @@ def elementwise(actual: Tensor, expected: Tensor) -> float | None:
     if not expected.numel():
         return 0.0
     a, b = _real(actual.to(expected.device)), _real(expected)
+    # float64: the comparison must not round away what it looks for
     finite = torch.nan_to_num(expected.detach().abs().double(), 0.0, 0.0, 0.0)
     return float((a - b).abs().max()) / max(float(finite.max()), 1e-30)
 

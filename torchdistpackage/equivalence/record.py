@@ -64,6 +64,7 @@ class ParityRecord:
 
 def copies(named: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Return detached copies by name."""
+    # the step changes the originals in place
     return {name: x.detach().clone() for name, x in named}
 
 
@@ -121,6 +122,7 @@ def _grads_to_come(value: object) -> list[Tensor]:
     by_index: dict[int, Tensor] = {}
 
     def keep(index: int, grad: Tensor) -> None:
+        # autograd may add into this memory after the hook
         by_index[index] = grad.detach().clone()
         gradients[:] = (
             [by_index[i] for i in sorted(by_index)] if len(by_index) == len(tensors) else []

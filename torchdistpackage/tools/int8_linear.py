@@ -99,6 +99,7 @@ class Int8Linear(nn.Module):
     def __init__(self, linear: nn.Linear):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
+        # float32, so that neither the scale nor the quotient is rounded before the cut to 8 bits
         full = linear.weight.detach().float()
         scale = (full.abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
         self.register_buffer("weight", (full / scale[:, None]).round().to(torch.int8))
@@ -110,6 +111,8 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         packed = self._pack()
+        # the operator takes float32 alone; reduce_range keeps the 16-bit sums of FBGEMM's x86
+        # kernels from overflowing
         return torch.ops.quantized.linear_dynamic(x.float(), packed, reduce_range=True).to(x.dtype)
 
     def dequantized(self) -> Tensor:

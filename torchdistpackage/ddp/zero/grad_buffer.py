@@ -140,6 +140,7 @@ class ReduceScatterBucket:
         self._work.wait()
         self.phase = SumPhase.LANDED
         if self._replicas is not None:
+            # only now: this sum reads what the sum over the group has written
             self._work = self._start_over_replicas(self._slice, self._replicas, SUM)
         else:
             self._add_to_total()
@@ -166,6 +167,7 @@ class ReduceScatterBucket:
         self.settled()
 
     def abandon(self) -> None:
+        # the failed backward may leave a reduction in flight, which still writes to this memory
         self.gradients.undivide()
         if self._work is not None:
             self._work.wait()
@@ -212,6 +214,7 @@ class ReduceScatterBucket:
             self._store.free(self.total)
         elif self._has_sum:
             self._zero_dropped(self.total)
+            # the next reduction overwrites the sum, to which it is added again afterwards
             self._total_before = self.total.clone()
 
     def _zero_dropped(self, total: Tensor) -> None:

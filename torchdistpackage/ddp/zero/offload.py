@@ -81,6 +81,7 @@ class Offload(MasterStore):
             return
         current, stored = self._streams.current(), host
         if host.dtype != device.dtype:
+            # the host casts here, so the copy that fills `host` must have ended
             self.wait(host)
             num_bytes = device.numel() * device.itemsize
             host = self._streams.pinned(num_bytes).view(device.dtype).copy_(host)
@@ -91,6 +92,7 @@ class Offload(MasterStore):
             self._up.wait_event(came)
         self._streams.copy(self._up, device, host)
         event = self._read[stored.data_ptr()] = self._up.record_event()
+        # kernels issued from here on read what the copy brings
         current.wait_event(event)
 
     def here(self, host: Tensor) -> Tensor:

@@ -96,6 +96,7 @@ class ParamBuffer:
     def refresh(self) -> None:
         """Set the master to the parameters."""
         if self.master is not None:
+            # an offloaded master is stepped on the host, so the copy must end before this returns
             self._store.offload(self.master, self.slice)
             self.wait()
 

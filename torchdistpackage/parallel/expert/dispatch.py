@@ -240,6 +240,7 @@ class TokenExchange:
 
     def send(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> None:
         """Start the exchange."""
+        # the exchange cuts one block of memory by ranks; a view may have gaps
         rows = rows.contiguous()
         self.work = primitives.all_to_all(rows, self.group, sent, received, async_op=True)
 

@@ -114,6 +114,7 @@ class Experts(Marked):
     def _save_to_state_dict(self, destination, prefix: str, keep_vars: bool) -> None:
         """Save each expert's part of each parameter under its own name."""
         for name, (part, _) in _one_by_one(dict(self.named_parameters()), self.first).items():
+            # as torch's own modules: a state dict has no graph unless it is asked for
             destination[prefix + name] = part if keep_vars else part.detach()
 
     @torch.no_grad()
@@ -177,6 +178,7 @@ class Experts(Marked):
         tensors = {name: self._gathered(name) for name, _ in self.named_parameters()}
         if fused:
             return {_fused_name(name): x for name, x in tensors.items()}
+        # not views of the stacked tensor: saving one expert would save the memory of all
         return {name: part.clone() for name, (part, _) in _one_by_one(tensors, 0).items()}
 
     @torch.no_grad()

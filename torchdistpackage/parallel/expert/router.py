@@ -102,7 +102,10 @@ class TopKRouter(nn.Module):
                 f"sequences in the first dim"
             )
         shape = self.shape
+        # autocast would narrow this matmul again
         with torch.autocast(x.device.type, enabled=False):
+            # at least float32: in bf16 close scores round to ties, and ranks could choose other
+            # experts
             wide = torch.promote_types(self.weight.dtype, torch.float32)
             x = x.to(wide)
             if self.training and shape.jitter:
@@ -110,6 +113,7 @@ class TopKRouter(nn.Module):
             logits = F.linear(x, self.weight.to(wide))
             is_softmax = shape.score == "softmax"
             scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
+            # a choice has no gradient; the weights of the chosen experts have
             experts = self._choose(scores.detach())
             weights = scores.gather(-1, experts)
             if shape.normalize:
