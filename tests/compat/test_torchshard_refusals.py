@@ -74,7 +74,7 @@ CASES = [
     (
         lambda: convert(split_model(), 1),
         LayoutError,
-        "no Linear left to split along dim 1, and 1 has dim 0; a layer is converted once",
+        "no Linear is left to split along dim 1, and 1 has dim 0; a layer can be converted",
     ),
     (lambda: convert([nn.Linear(2, 2)], 1), ValueError, "Module was expected, not list"),
     (lambda: convert(nn.Sequential(nn.LazyLinear(4)), 1), LayoutError, "0 has no shapes yet"),

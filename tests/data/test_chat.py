@@ -243,11 +243,11 @@ def test_all_wrong_lines_are_named_at_once_up_to_a_number(tmp_path):
             "1: .* namespace has no __class__",
         ),
         ("{{ messages.append(1) }}", chat("a", "b"), "1: .* of 'list' object is unsafe"),
-        ("same", chat("a", "b"), "1: the chat template writes nothing of what the assistant says"),
+        ("same", chat("a", "b"), "1: the chat template writes none of the assistant's text"),
         (
             "{% for m in messages %}{% generation %}{% endgeneration %}{{ m.content }}{% endfor %}",
             chat("a", "b"),
-            "1: the chat template writes nothing of what the assistant says",
+            "1: the chat template writes none of the assistant's text",
         ),
         ("{% for %}", chat("a", "b"), "is no Jinja template: "),
         (

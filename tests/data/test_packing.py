@@ -218,7 +218,7 @@ def test_without_its_library_parquet_is_refused(tmp_path, monkeypatch):
         (
             '{"text": "a\\ud800"}\n',
             "text",
-            r"data\.jsonl:1: field 'text' is no Unicode text: letter 1",
+            r"data\.jsonl:1: field 'text' is not Unicode text: character 1",
         ),
         ('{"prompt": "a"}\n', "prompt+completion", r"data\.jsonl:1: no field 'completion'"),
         ("[" * 100_000, "text", r"data\.jsonl:1: not JSON: it is nested too deeply"),

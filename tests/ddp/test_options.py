@@ -53,7 +53,7 @@ def refusals() -> None:
         with pytest.raises(ValueError, match=text):
             ZeroOptimizer(**{"optimizer": inner, "module": net, **options})
     for make in (lambda: NaiveDDP(net, process_group="data"), lambda: zero_over(inner, net)):
-        with pytest.raises(CommError, match="'data' is no process group of this process"):
+        with pytest.raises(CommError, match="'data' is not a process group of this process"):
             make()
     # nothing of what was refused holds the parameters
     ddp = NaiveDDP(net)

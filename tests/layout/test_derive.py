@@ -127,7 +127,7 @@ def test_placements_are_the_dims_that_each_axis_shards():
         (lambda: Layout("w", (4, 4), (("data",), ("data",))), "uses an axis twice"),
         (
             lambda: Layout("w", (5,), (("tensor",),), heads=HeadSplit(2)),
-            r"dim 0, of parts \(5,\), is to hold 2 heads",
+            r"parts \(5,\) of dim 0 cannot hold 2 heads",
         ),
         (
             lambda: Layout("w", (4,), (("data", "tensor"),), heads=HeadSplit(2)),

@@ -340,7 +340,7 @@ def refuse_mistakes() -> None:
     assert isinstance(net, GPT)
     with pytest.raises(DataError, match=r"a sequence of 11 tokens, but positions .* for 10"):
         net(torch.zeros(1, 11, dtype=torch.int64))
-    with pytest.raises(LayoutError, match=r"range\(2, 8\) is no run of the 6 pieces"):
+    with pytest.raises(LayoutError, match=r"range\(2, 8\) is not a range within the 6 pieces"):
         GPT(SHAPE, pieces=range(2, 8))
     with pytest.raises(LayoutError, match="2 heads, which 4 tensor ranks cannot share"):
         GPT(replace(SHAPE, heads=2))

@@ -309,7 +309,7 @@ def test_nonsense_is_refused():
         split_by_cost([1.0] * 2, 2, crossing=[0.0, -2.0])
     with pytest.raises(ScheduleError, match="crossing has 1 numbers for 2 pieces"):
         split_by_cost([1.0] * 2, 2, crossing=[0.0])
-    with pytest.raises(ScheduleError, match=r"\[0, 1\] is of 2 stages, the cut of 3"):
+    with pytest.raises(ScheduleError, match=r"\[0, 1\] has 2 stages, but the cut has 3"):
         split_by_cost([1.0] * 4, 3, placement=[0, 1])
 
 

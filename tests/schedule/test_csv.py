@@ -39,7 +39,7 @@ def test_cells_may_be_empty_and_lines_may_end_with_them():
     [
         ("0F0,0B0\n1F0,1X0", "line 2, cell 2: '1X0' is not an action; write stage, kind"),
         ("0F0,(1F0;0Q0)OVERLAP_F_B", "line 1, cell 2: '0Q0' is not an action"),
-        ("0F0,0B0\n0F1,0B1", "line 2: 0F1 is of stage 0, which line 1 runs"),
+        ("0F0,0B0\n0F1,0B1", "line 2: 0F1 belongs to stage 0, which line 1 runs"),
         ("0F0,0B0\n2F0,2B0", "highest stage is 2 but no line runs stage 1"),
         ("0F0,0B0\n\n1F0,1B0", "line 2: no action"),
         ("", "no line; a line lists"),
@@ -47,7 +47,7 @@ def test_cells_may_be_empty_and_lines_may_end_with_them():
         ("0F0,0I0", "missing: 0W0"),
         (
             "0F0,0B0\n1F0,1F99999999999,1B0",
-            "line 2, cell 2: 1F99999999999 is of microbatch 99999999999, but stage 1 has 2",
+            "line 2, cell 2: 1F99999999999 has microbatch 99999999999, but stage 1 has 2",
         ),
         ("0F0,99999999999F0", "highest stage is 99999999999 but no line runs stage 1, 2, 3"),
         ("0B0,0F0", "runs 0B0 at step 0 but 0F0, which it uses, only at step 1"),

@@ -172,7 +172,7 @@ def _model(text: str) -> str:
 
 def _count(text: str) -> int:
     if not re.fullmatch(r"[1-9]\d{0,8}", text):
-        raise ConfigError(f"steps: {text} is no whole number of 1 or more")
+        raise ConfigError(f"steps: {text} is not a whole number of at least 1")
     return int(text)
 
 
@@ -292,7 +292,7 @@ def _fields(file: Path) -> set[str]:
     except ValueError:
         row = None
     if not isinstance(row, dict):
-        raise ConfigError(f"data: the first line of {file} is no JSON object")
+        raise ConfigError(f"data: the first line of {file} is not a JSON object")
     return {key for key, value in row.items() if isinstance(value, str | list)}
 
 

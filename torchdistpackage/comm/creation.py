@@ -207,8 +207,8 @@ def ranks_of(group: Group) -> tuple[int, ...]:
         return tuple(dist.get_process_group_ranks(group))
     except (KeyError, AttributeError) as error:
         raise CommError(
-            f"{group!r} is no process group of this process, or has ended; give one such as "
-            f"tpc.get_group('data')"
+            f"{group!r} is not a process group of this process, or has ended; pass one such as "
+            "tpc.get_group('data')"
         ) from error
 
 

@@ -126,7 +126,7 @@ def setup_distributed(
     if rendezvous.note and rendezvous.rank == 0:
         log.warning("%s", rendezvous.note)  # who takes no notice of logs finds it on stderr
     if backend == "nccl" and joined.backend != "nccl" and rendezvous.rank == 0:
-        log.warning("backend nccl was asked for, but there is no GPU for each rank: gloo it is")
+        log.warning("backend nccl was requested, but there is no GPU for each rank: using gloo")
     if rendezvous.source != "alone":
         for name, value in defaults.items():
             if os.environ.get(name) in (None, _our_variables.get(name)):

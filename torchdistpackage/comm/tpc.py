@@ -393,8 +393,9 @@ def group_again(ranks: Sequence[int]) -> Group:
     if ranks_of(default) == tuple(ranks):
         return default
     raise CommError(
-        f"before it was pickled this module talked over ranks {tuple(ranks)}, the default group "
-        f"has {default.size()}: set up tpc here, or make the module anew with a group"
+        f"this module used a group of ranks {tuple(ranks)} before it was pickled, but the default "
+        f"group here has {default.size()} ranks: set up tpc in this process, or make a new module "
+        "with a group"
     )
 
 

@@ -87,10 +87,9 @@ def _check_groups(ddp: NaiveDDP, optimizers: Sequence[Optimizer]) -> None:
         ranks = primitives.ranks_of(group)
         if not wrapper_ranks.issuperset(ranks) or (optimizers and len(ranks) < len(wrapper_ranks)):
             raise CommError(
-                f"join: parameter {name} is shared by ranks {ranks}, the wrapper's group has "
-                f"{len(wrapper_ranks)}; give no optimizers where groups differ, and equally "
-                f"many batches "
-                f"to ranks of which some are outside the wrapper's group"
+                f"join: parameter {name} is shared by ranks {ranks}, but the wrapper's group has "
+                f"{len(wrapper_ranks)}; pass no optimizers if the groups differ, and give the "
+                "same number of batches to ranks outside the wrapper's group"
             )
 
 

@@ -139,7 +139,8 @@ def check_unused_parameters(specs: Sequence[ParamSpec], has_grad: Sequence[bool]
     if unused:
         raise CommError(
             f"{len(unused)} of {len(specs)} parameters got no gradient on some rank in this step: "
-            f"{', '.join(sorted(unused)[:MAX_NAMES])}; freeze them, use them, or leave strict off"
+            f"{', '.join(sorted(unused)[:MAX_NAMES])}; freeze them, use them in the forward, or "
+            "leave strict off"
         )
 
 

@@ -127,7 +127,7 @@ class Layout:
         num, parts = heads.groups * heads.members, self.parts[dim] or (self.shape[dim],)
         if num < 1 or any(part % num for part in parts):
             raise LayoutError(
-                f"{self.name}: dim {dim}, of parts {parts}, is to hold {num} heads in each; use "
+                f"{self.name}: the parts {parts} of dim {dim} cannot hold {num} heads each; use "
                 f"parts that are multiples of {num}"
             )
         if len(self.split[dim]) > 1:

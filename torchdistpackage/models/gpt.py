@@ -89,8 +89,8 @@ class GPT(Grouped):
         pieces = range(len(names)) if pieces is None else pieces
         if pieces and (pieces.step != 1 or pieces.start < 0 or pieces.stop > len(names)):
             raise LayoutError(
-                f"gpt: {pieces} is no run of the {len(names)} pieces of {shape.layers} layers; "
-                f"use a range within 0 and {len(names)}"
+                f"gpt: {pieces} is not a range within the {len(names)} pieces of {shape.layers} "
+                f"layers; use one with step 1 between 0 and {len(names)}"
             )
         held_names = [names[index] for index in pieces]
         self.shape, self.stage_of = shape, stage_of

@@ -234,9 +234,9 @@ def find_tensors(
             raise CheckpointError(text)
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointError(
-            f"{folder} has not the weights of this model: {len(problems)} of {len(expected)} "
-            f"tensors differ: {'; '.join(problems[:_SHOWN])}{more}; use the model section that its "
-            f"config.json describes, or another folder"
+            f"the weights in {folder} do not fit this model: {len(problems)} of {len(expected)} "
+            f"tensors differ: {'; '.join(problems[:_SHOWN])}{more}; use the model section that "
+            "its config.json describes, or another folder"
         )
     if tied is not None and head is not None:
         _check_tied(folder, stored, head, names[tied[1]])

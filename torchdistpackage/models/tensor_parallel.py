@@ -110,8 +110,8 @@ def tensor_parallel(
     by_plan = extension("tensor_parallel")
     if by_plan is None:
         raise LayoutError(
-            f"this {type(module).__name__} cannot be split by a table: {why}; the engine of plans "
-            f"(torchdistpackage.compat) is not there"
+            f"this {type(module).__name__} cannot be split by a table: {why}; splitting it by a "
+            "plan needs torchdistpackage.compat, which is not installed"
         )
     LOG.info("a %s is split by a plan, not by a table: %s", type(module).__name__, why)
     replaced: nn.Module = by_plan(
@@ -132,7 +132,7 @@ def _split_by_table(
     tp_comm_overlap: bool,
 ) -> nn.Module:
     if not is_pretrained(module):
-        raise _NoTable(f"a {type(module).__name__} is no model of transformers")
+        raise _NoTable(f"a {type(module).__name__} is not a model of transformers")
     if without_adapters(module) is not module:
         raise _NoTable("it has adapters")
     remove_hooks(module)

@@ -142,9 +142,9 @@ def open_found(folder: str | Path, shape: TransformersShape) -> FoundFolder:
             raise CheckpointError(text)
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointError(
-            f"{folder} has not the weights of this model: {len(problems)} of {len(shapes)} "
+            f"the weights in {folder} do not fit this model: {len(problems)} of {len(shapes)} "
             f"tensors differ: {'; '.join(problems[:_SHOWN])}{more}; use the config.json that "
-            f"belongs to them, or another folder"
+            "belongs to them, or another folder"
         )
     places = {key: (file, key) for key, (file, _) in stored.items()}
     return FoundFolder(WeightFolder(folder, places), by_name, model)

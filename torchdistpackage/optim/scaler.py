@@ -98,9 +98,9 @@ class GradScaler(torch.amp.GradScaler):
                 continue
             if grad.dtype == torch.float16:
                 raise ValueError(
-                    f"the gradient of {name} is float16, in which what is unscaled underflows; "
-                    f"train float32 parameters under autocast, or keep float32 masters of "
-                    f"float16 ones with ZeroOptimizer"
+                    f"the gradient of {name} is float16, in which unscaled values underflow; "
+                    "train float32 parameters under autocast, or keep float32 masters of float16 "
+                    "parameters with ZeroOptimizer"
                 )
             values = grad._values() if grad.is_sparse else grad
             values = torch.view_as_real(values) if values.is_complex() else values

@@ -79,8 +79,8 @@ def from_csv(text: str, name: str = "custom") -> Schedule:
     for action, line, _ in cells:
         if (home := line_of.setdefault(action.stage, line)) != line:
             raise ScheduleError(
-                f"line {line}: {action} is of stage {action.stage}, which line {home} runs; keep a "
-                f"stage on one line"
+                f"line {line}: {action} belongs to stage {action.stage}, which line {home} runs; "
+                "keep a stage on one line"
             )
     num_stages = max(line_of) + 1
     missing = list(islice((s for s in range(num_stages) if s not in line_of), 3))
@@ -106,9 +106,9 @@ def _num_microbatches(cells: list[_Cell]) -> int:
     forwards = sum(a.kind is ActionKind.F and a.stage == highest.stage for a, _, _ in cells)
     if count > forwards:
         raise ScheduleError(
-            f"line {line}, cell {number}: {highest} is of microbatch {highest.microbatch}, but "
+            f"line {line}, cell {number}: {highest} has microbatch {highest.microbatch}, but "
             f"stage {highest.stage} has {forwards} forwards; number the microbatches from 0 "
-            f"without holes"
+            "without gaps"
         )
     return count
 
@@ -223,8 +223,8 @@ def _fitting(
     for quantity, expected, actual in comparisons:
         if expected is not None and expected != actual:
             raise ScheduleError(
-                f"schedule {schedule.name} is of {actual} {quantity}, asked are {expected}; give "
-                f"one that fits"
+                f"schedule {schedule.name} has {actual} {quantity}, but {expected} are needed; "
+                "give a schedule that fits"
             )
     if not any(a.kind.is_message for program in schedule.programs for a in flatten(program)):
         return lower(schedule)

@@ -74,8 +74,8 @@ class CompiledBlock:
             if not self.falls_back:
                 raise ConfigError(
                     f"train.compile=blocks: {self.name} ({self.kind}) cannot be compiled to one "
-                    f"graph; mend what it says, set train.compile to auto, which leaves such "
-                    f"blocks as they are, or to off: {_reason(error)}"
+                    f"graph: {_reason(error)}; fix that, set train.compile to auto, which leaves "
+                    "such blocks uncompiled, or to off"
                 ) from error
             self.refused = _reason(error)
             return self._module._call_impl(*args, **kwargs)

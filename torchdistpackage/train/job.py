@@ -222,7 +222,10 @@ def _wait_for_room(files: RunDir, signals: SignalFlag, limit_s: float) -> None:
     while attempt not in (start.start for start in read_starts(files.starts)):
         if signals.all_received or time.monotonic() > until_s:
             why = signals.received or f"{limit_s:g} s (launch.init_timeout_s) are over"
-            raise LaunchError(f"{why}, and rank 0 has not made room in {files.run}")
+            raise LaunchError(
+                f"{why}, and rank 0 has not yet moved an earlier run out of {files.run}; see the "
+                "log of rank 0"
+            )
         time.sleep(_LOOK_S)
 
 

@@ -110,7 +110,8 @@ def end(stop: StopController, folder: Path, step: int, env: Mapping[str, str]) -
     except OSError as error:
         raise LaunchError(
             f"saved {reason}, but the decision cannot be written: "
-            f"{files.decision(attempt_id(env))}: {error.strerror}; started again it goes on"
+            f"{files.decision(attempt_id(env))}: {error.strerror}; start the run again to "
+            "continue it"
         ) from error
     atomic_write(files.job / _TIMES, json.dumps(stop.save_s[-_KEPT:]))
     return decision

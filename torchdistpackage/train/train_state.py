@@ -180,7 +180,7 @@ def _resume(
         try:
             torch.set_rng_state(cpu)
         except (RuntimeError, TypeError) as error:
-            raise CheckpointError(f"{path}: its random state is none: {error}") from error
+            raise CheckpointError(f"{path}: its random state cannot be loaded: {error}") from error
     elif trainer.rank == 0:
         now = describe(degrees_of(tpc.topology))
         log.info(

@@ -132,7 +132,7 @@ def test_rules_that_match_nothing_or_twice_are_reported(caplog):
     assert report.repeated == {"0.weight": (r"0\.weight$", r"weight$")}
     report.log()
     assert "match nothing in this module: state 'absent', input '5'" in caplog.text
-    assert "0.weight is matched by 2 state rules that differ" in caplog.text
+    assert "0.weight is matched by 2 different state rules" in caplog.text
 
 
 def test_two_rules_for_one_input_are_refused_and_digits_are_positions():

@@ -71,7 +71,9 @@ def test_devices_are_a_list(devices):
 
 @pytest.mark.parametrize("index", [2, -3])
 def test_the_output_device_is_one_of_them(index):
-    with pytest.raises(AssertionError, match=f"output_device_index={index} is none of the 2"):
+    with pytest.raises(
+        AssertionError, match=f"output_device_index={index} is out of range for the 2"
+    ):
         tensor_parallel(mlp(), TWO, output_device_index=index)
 
 

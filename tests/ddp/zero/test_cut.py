@@ -96,7 +96,7 @@ def test_uneven_bounds_may_leave_a_rank_empty():
     ("offsets", "sizes", "bounds", "text"),
     [
         ([0, 2], [3, 2], [0, 4], "overlap"),
-        ([0, 3], [3, 2], [0, 5, 4], "descend"),
+        ([0, 3], [3, 2], [0, 5, 4], "not ascending"),
         ([0, 3], [3, 2], [0, 2, 4], "without an owner"),
         ([0, 3], [3, 2], [1, 5], "without an owner"),
     ],

@@ -84,7 +84,7 @@ def test_a_result_that_is_read_too_early_is_named_with_both_lines(strict):
 
 
 def test_a_dtype_that_nccl_does_not_know(strict):
-    with pytest.raises(RaceError, match="int16 is none that NCCL knows"):
+    with pytest.raises(RaceError, match="int16, which NCCL does not know"):
         dist.all_reduce(torch.ones(3, dtype=torch.int16))
     assert primitives.broadcast(torch.ones(3, dtype=torch.int16), everybody()).sum() == 3
 

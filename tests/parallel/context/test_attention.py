@@ -288,7 +288,7 @@ def refused(size: int) -> list[str]:
 def test_what_is_no_attention_is_refused_on_all_ranks(ranks):
     first, second = ranks(2).run(refused, 2)
     expected = (
-        "rank 0 8, rank 1 11 positions; of the 19 together they would hold rank 0 9, rank 1 10",
+        "for 19 positions together they would hold rank 0 9, rank 1 10",
         "heads of q: rank 0 has 4, rank 1 has 5; heads of k: rank 0 has 4, rank 1 has 5; is_causal",
         "3 heads of queries and 3 of keys and values cannot be shared",
         "pass enable_gqa=True",

@@ -59,7 +59,9 @@ def wrapped(size: int) -> None:
     F.scaled_dot_product_attention(q, q, q, torch.ones(4, 4, dtype=torch.bool))  # outside: torch's
     with pytest.raises(LayoutError, match=r"a mask of shape \(4, 4\) is neither causal"):
         context_parallel(Layer(mask=True))(torch.randn(1, 4, 8, dtype=torch.float64))
-    with pytest.raises(LayoutError, match="attend: attention of MultiheadAttention is no call"):
+    with pytest.raises(
+        LayoutError, match="attend: the attention of MultiheadAttention does not call"
+    ):
         context_parallel(nn.ModuleDict({"attend": nn.MultiheadAttention(8, 2)}))
 
 

@@ -30,7 +30,7 @@ def test_zigzag_gives_the_chunks_i_and_2n_minus_1_minus_i():
     assert SequenceOrder(5, 1).parts == ((range(5),),)
     with pytest.raises(LayoutError, match="5 positions cannot be cut into the 6 chunks of 3"):
         SequenceOrder(5, 3)
-    with pytest.raises(LayoutError, match="rank 4 5, rank 6 3 positions; of the 8 together"):
+    with pytest.raises(LayoutError, match="rank 4 5, rank 6 3 positions, which is no"):
         order_of((5, 3), "zigzag", (4, 6))
 
 

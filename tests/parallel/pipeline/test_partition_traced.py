@@ -125,7 +125,9 @@ class Branches(nn.Module):
 def test_what_shares_a_parameter_stays_together():
     stages = split_traced(UsesTwice(), (torch.ones(1, 2),), range(2), rounds=1)
     assert [name for name, _ in stages[1].named_parameters()] == ["c.weight", "c.bias"]
-    with pytest.raises(ScheduleError, match="UsesTwice can be cut in 1 places, which makes no 3"):
+    with pytest.raises(
+        ScheduleError, match="UsesTwice can be cut in 1 places, which is too few for 3"
+    ):
         split_traced(UsesTwice(), (torch.ones(1, 2),), range(3), rounds=1)
 
 

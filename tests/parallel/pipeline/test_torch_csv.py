@@ -82,9 +82,7 @@ def test_torchs_orders_with_one_stage_a_rank_are_read(single, name, tmp_path):
     order = list(single(stages_of(4, 1)[0], 8, print)._get_pipeline_order().values())
     if "3F8" in map(str, order[-1]):
         # 2.13 lists the forwards of 1F1B's last rank as 1 to 8, though it runs 0 to 7.
-        with pytest.raises(
-            ScheduleError, match="3F8 is of microbatch 8, but stage 3 has 8 forwards"
-        ):
+        with pytest.raises(ScheduleError, match="3F8 has microbatch 8, but stage 3 has 8 forwards"):
             from_csv("\n".join(",".join(row) for row in cells(order)))
         order[-1] = [
             a._replace(microbatch_index=a.microbatch_index - 1) if a and str(a)[1] == "F" else a

@@ -118,7 +118,10 @@ class _SafeReader(FileSystemReader):
         except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError) as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
         if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{path} holds a {type(metadata).__name__}, which is no metadata")
+            raise CheckpointError(
+                f"{path} holds a {type(metadata).__name__} instead of DCP metadata; name the "
+                ".metadata file of a torch.distributed.checkpoint folder"
+            )
         return metadata
 
 

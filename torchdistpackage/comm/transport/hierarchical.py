@@ -109,8 +109,8 @@ class _HierarchicalAllReduce:
         """Start the all-reduce; only large sums travel by way of the nodes."""
         if group is not self._group:
             raise CommError(
-                f"this all-reduce is of ranks {ranks_of(self._group)}, not of {ranks_of(group)}; "
-                f"ask hierarchical_all_reduce for one of each group"
+                f"this all-reduce was made for ranks {ranks_of(self._group)}, not for "
+                f"{ranks_of(group)}; make another one for that group with hierarchical_all_reduce"
             )
         if op != SUM or flat.is_cuda or 2 * flat.nbytes <= self._chunk_bytes:
             return start_all_reduce(flat, group, op)

@@ -176,7 +176,8 @@ class _FlatShards:
             raise CommError(
                 f"cannot {action} slices up to element {bounds[-1]} in place in a tensor of shape "
                 f"{tuple(flat.shape)}, stride {flat.stride()} and dtype {dtype_name(flat.dtype)}; "
-                f"use a contiguous one of one dim that is long enough, of floats or int64"
+                "pass a contiguous one-dimensional tensor of at least that length, with floats "
+                "or int64"
             )
         if state_of(group).direct:
             require_host_memory(action, group, flat)

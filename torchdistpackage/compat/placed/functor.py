@@ -103,7 +103,7 @@ class DeviceFunctor:
             or not set(chosen) <= set(self.program.ranks)
         ):
             raise PlacementError(
-                f"no place on ranks {list(chosen)}: name different ones of "
+                f"cannot make a place on ranks {list(chosen)}: name different ranks out of "
                 f"{list(self.program.ranks)}"
             )
         devices = dict(zip(self.program.ranks, self._devices, strict=True))

@@ -70,8 +70,8 @@ def tensor_parallel(
             )
         if sharded:
             raise AssertionError(
-                "sharded=True is for threads; with distributed=True put the model into a ZeRO "
-                "optimizer of torchdistpackage.ddp"
+                "sharded=True works with threads only; with distributed=True wrap the model with "
+                "a ZeRO optimizer of torchdistpackage.ddp instead"
             )
         options["group"] = group
     elif group is not None:

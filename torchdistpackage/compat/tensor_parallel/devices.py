@@ -47,7 +47,7 @@ def output_index(
         )
     if index is not None and not -len(devices) <= index < len(devices):
         raise AssertionError(
-            f"output_device_index={index} is none of the {len(devices)} devices "
+            f"output_device_index={index} is out of range for the {len(devices)} devices "
             f"{list(map(str, devices))}"
         )
     if device is None:

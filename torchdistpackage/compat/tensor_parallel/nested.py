@@ -48,7 +48,9 @@ def nested_map(fn: Callable[..., Any], *t: Any) -> Any:
         raise ValueError("nested_map got a function alone; pass at least one structure")
     for other in t[1:]:
         if not nested_compare(t[0], other):
-            raise ValueError(f"nested_map got structures that differ: {t[0]!r} and {other!r}")
+            raise ValueError(
+                f"nested_map needs arguments of one structure, but got {t[0]!r} and {other!r}"
+            )
     return nested_pack(map(fn, *map(nested_flatten, t)), t[0])
 
 

@@ -143,7 +143,7 @@ class VocabUtility:
         """
         length = divide(global_vocab_size, world_size)
         if not 0 <= rank < world_size:
-            raise AssertionError(f"there is no rank {rank} among {world_size}")
+            raise AssertionError(f"rank {rank} is out of range for {world_size} ranks")
         return VocabUtility.vocab_range_from_per_partition_vocab_size(length, rank, world_size)
 
 

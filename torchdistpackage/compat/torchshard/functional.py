@@ -121,8 +121,9 @@ def own_part(x: Tensor, cut: Cut | None, width: int) -> Tensor:
         return collectives.scatter(x, -1, get_group(), sizes)
     if cut.dim != x.dim() - 1 or x.shape[-1] != width:
         raise LayoutError(
-            f"a product split by inputs takes {width} of them on this rank, but its input "
-            f"{tuple(x.shape)} is split along dim {cut.dim}; it must be the last one, of {width}"
+            f"a layer split by inputs takes {width} of them on this rank, but its input "
+            f"{tuple(x.shape)} is split along dim {cut.dim}; split the input along its last dim "
+            f"into slices of {width}"
         )
     return unmarked(x)
 

@@ -103,7 +103,8 @@ class ParallelLinear(ParallelLayer):
         is_full = self.dim == 0 and cut_of(input) is None
         if is_full and input.shape[-1:] != (self.in_features,):
             raise LayoutError(  # all ranks see this here; slices may differ in length
-                f"a product of {self.in_features} inputs, of an input of shape {tuple(input.shape)}"
+                f"a layer with {self.in_features} inputs got an input of shape "
+                f"{tuple(input.shape)}; its last dim must be {self.in_features}"
             )
         return functional.parallel_linear(
             input,
@@ -318,8 +319,9 @@ def _check_split_alike(module: nn.Module, dim: ParallelDim, kind: Plain) -> None
     ]
     if other:
         raise LayoutError(
-            f"there is no {kind.__name__} left to split along dim {dim}, and {'; '.join(other)}; a "
-            f"layer is converted once: build the model again and convert it along the dim you want"
+            f"no {kind.__name__} is left to split along dim {dim}, and {'; '.join(other)}; a "
+            "layer can be converted only once: build the model again and convert it along the "
+            "dim you want"
         )
 
 
@@ -373,7 +375,7 @@ def _tied_dim(path: str, other: nn.Module, dim: ParallelDim, kind: Plain) -> Par
         return other_dim
     raise LayoutError(
         f"{path}, a {type(other).__name__}, shares its weight with a layer that is to be split "
-        f"along dim {dim}, and cannot be split alike; untie them first"
+        f"along dim {dim}, but cannot be split the same way; untie the two first"
     )
 
 

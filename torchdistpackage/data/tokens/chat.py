@@ -308,8 +308,9 @@ def _learned(messages: list[Message], where: str) -> list[int]:
             learned.append(i)
         elif counts and any(key in flags for key in ("train", "training")):
             raise DataError(
-                f"{where}: message {i + 1}, of the role {message['role']}, is to be learned "
-                f"({', '.join(flags)}); only the {ASSISTANT}'s are: leave it out"
+                f"{where}: message {i + 1} of the role {message['role']} is marked for learning "
+                f"({', '.join(flags)}), but only messages of the {ASSISTANT} are learned; remove "
+                "the mark"
             )
     if not learned:
         raise DataError(
@@ -321,7 +322,7 @@ def _learned(messages: list[Message], where: str) -> list[int]:
 
 def _joined(spans: list[tuple[int, int]], where: str) -> tuple[tuple[int, int], ...]:
     if not any(begin < end for begin, end in spans):
-        raise DataError(f"{where}: the chat template writes nothing of what the assistant says")
+        raise DataError(f"{where}: the chat template writes none of the assistant's text")
     return tuple(spans)
 
 

@@ -467,7 +467,9 @@ def is_unicode(text: str, label: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{label} is no Unicode text: letter {error.start}") from error
+        raise DataError(
+            f"{label} is not Unicode text: character {error.start} cannot be encoded"
+        ) from error
     return text
 
 

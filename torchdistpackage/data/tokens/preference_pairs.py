@@ -86,7 +86,8 @@ class PairReader:
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         if not prompt:
             raise DataError(
-                f"{where}: prompt is empty, and the answers begin with no message alike"
+                f"{where}: prompt is empty, and the answers do not begin with a common message; "
+                "give the prompt or a common beginning"
             )
         if empty := [k for k, x in zip(ANSWERS, (chosen, rejected), strict=True) if not x]:
             raise DataError(f"{where}: {empty[0]} is empty behind what both begin with")

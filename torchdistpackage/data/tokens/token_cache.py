@@ -386,7 +386,7 @@ def _load(folder: Path) -> TokenizedText:
         if not len(tokens) == len(counted) == ends[-1]:
             raise ValueError(f"{len(tokens)} tokens, where the documents end at {ends[-1]}")
         if not len(ends) == len(places) == len(arrays["lines"]) == len(prompts):
-            raise ValueError(f"{len(ends)} documents, of which {len(places)} have a place")
+            raise ValueError(f"{len(ends)} documents, but {len(places)} places")
         vocab = int(meta["vocab"])
         eos = meta["eos"]
         tally = {str(name): int(number) for name, number in meta.get("tally", {}).items()}

@@ -159,7 +159,7 @@ def _check(offsets: Sequence[int], sizes: Sequence[int], bounds: Sequence[int]) 
             f"at or after the end of the one before"
         )
     if any(stop < start for start, stop in pairwise(bounds)):
-        raise LayoutError(f"bounds {list(bounds)} descend; give ascending ones")
+        raise LayoutError(f"bounds {list(bounds)} are not ascending; sort them")
     if ends and (bounds[0] > offsets[0] or bounds[-1] < ends[-1]):
         raise LayoutError(
             f"bounds {bounds[0]} to {bounds[-1]} leave elements {offsets[0]} to {ends[-1]} partly "

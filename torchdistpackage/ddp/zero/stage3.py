@@ -100,9 +100,9 @@ class ParamCoordinator(WholeParams):
             if parameters.is_free:
                 layout = parameters.layout
                 raise CommError(
-                    f"{', '.join(m.name for m in layout.members[:3])}, ... are in pieces on ranks "
-                    f"{ranks_of(layout.group)} outside of forward and backward (stage 3); call the "
-                    f"optimizer's finish() on all of them before you read one"
+                    f"{', '.join(m.name for m in layout.members[:3])}, ... are sharded over ranks "
+                    f"{ranks_of(layout.group)} outside of forward and backward (ZeRO stage 3); "
+                    "call the optimizer's finish() on all of these ranks before you read one"
                 )
             return
         index = self._index_of[id(parameters)]

@@ -64,7 +64,7 @@ class LateGroup(OwnGroup):
         return self._post(("receive", tensors[0], source), tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> LateWork:
-        raise RuntimeError("a receive from any source is not there on NCCL; name the source")
+        raise RuntimeError("NCCL cannot receive from any source; name the source")
 
     # -- what torch asks of a group ----------------------------------------------------
 

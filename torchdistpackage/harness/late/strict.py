@@ -118,7 +118,9 @@ class DeviceMemory:
                     f"make it with device=device_of(group){issued_at()}"
                 )
             if x.dtype not in _DTYPES:
-                raise RaceError(f"{described} is none that NCCL knows; move its bytes{issued_at()}")
+                raise RaceError(
+                    f"{described}, which NCCL does not know; send its bytes instead{issued_at()}"
+                )
 
 
 @contextmanager

@@ -74,7 +74,9 @@ def checked(layouts: Iterable[Axes], most_ranks: int) -> list[dict[str, int]]:
         ranks = 1
         for axis, size in axes.items():
             if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{axis}={size!r} is no number of ranks")
+                raise ValueError(
+                    f"{axis}={size!r} is not a number of ranks; give a whole number of at least 1"
+                )
             ranks *= size
         if ranks > most_ranks:
             raise ValueError(

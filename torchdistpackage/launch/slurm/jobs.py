@@ -194,8 +194,9 @@ def resolve_intent(files: RunDir, runner: Runner, now_s: float) -> Submission | 
             return _note(files, intent, job)
         if (left_s := intent.time_s + GRACE_S - now_s) > 0:
             raise LaunchError(
-                f"a submission of {files.run.name} got no answer {GRACE_S - left_s:.0f} s ago, and "
-                f"Slurm may still take it; try again in {left_s:.0f} s, the job is looked for first"
+                f"a submission of {files.run.name} got no answer {GRACE_S - left_s:.0f} s ago, "
+                f"and Slurm may still accept it; try again in {left_s:.0f} s, which first looks "
+                "for that job"
             )
     files.intent.unlink(missing_ok=True)
     return None

@@ -146,8 +146,8 @@ def save_tensor_parallel(model: Any) -> Iterator[None]:
     split = [part for part in model.modules() if hasattr(part, "set_preserve_shards_when_saving")]
     if not split:
         raise LayoutError(
-            f"save_tensor_parallel of a {type(model).__name__} of which no part is split; call "
-            f"tensor_parallel on it, or on a part of it, first"
+            f"save_tensor_parallel got a {type(model).__name__} without a split module; call "
+            "tensor_parallel on it, or on a part of it, first"
         )
     for part in split:
         part.set_preserve_shards_when_saving(False)

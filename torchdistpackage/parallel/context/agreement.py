@@ -23,6 +23,7 @@ def agree(facts: dict[str, int], group: Group) -> tuple[int, ...]:
             problems.append(f"{name}: {values}")
     if problems:
         raise LayoutError(
-            f"the ranks of a context group must attend alike, but differ in {'; '.join(problems)}"
+            "all ranks of a context group must use the same attention options, but they differ "
+            f"in {'; '.join(problems)}"
         )
     return tuple(row[0] for row in rows)

@@ -46,9 +46,9 @@ def context_parallel(
     unsupported = [name for name, each in module.named_modules() if isinstance(each, _OTHERS)]
     if unsupported:
         raise LayoutError(
-            f"{', '.join(unsupported[:4]) or 'the module'}: attention of "
-            f"{type(module.get_submodule(unsupported[0])).__name__} is no call of "
-            f"F.scaled_dot_product_attention; write it as one, or call context_attention"
+            f"{', '.join(unsupported[:4]) or 'the module'}: the attention of "
+            f"{type(module.get_submodule(unsupported[0])).__name__} does not call "
+            "F.scaled_dot_product_attention; let it call that, or call context_attention"
         )
     # wrap every module: activation checkpointing reruns an inner one without its outer ones
     for each in module.modules():

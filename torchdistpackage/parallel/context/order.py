@@ -92,8 +92,7 @@ def order_of(lengths: Sequence[int], order: OrderName, ranks: Sequence[int]) -> 
     actual = ", ".join(f"rank {r} {n}" for r, n in zip(ranks, lengths, strict=True))
     expected = ", ".join(f"rank {r} {n}" for r, n in zip(ranks, sequence.lengths, strict=True))
     raise LayoutError(
-        f"the ranks hold parts that no sequence has in {order} order: {actual} positions; of the "
-        f"{sequence.seq_len} together they would hold {expected}: cut the sequence with "
-        f"shard_sequence, "
-        f"or pad it on all ranks alike"
+        f"the ranks hold {actual} positions, which is no {order} split of one sequence; for "
+        f"{sequence.seq_len} positions together they would hold {expected}: cut the sequence with "
+        "shard_sequence, or pad it equally on all ranks"
     )

@@ -270,8 +270,8 @@ class Pipeline:
         functions = [s for s, stage in self._own.modules.items() if not isinstance(stage, Module)]
         if functions:
             raise CommError(
-                f"the loss is (sum, count), and stage {functions[0]} is a function, of which no "
-                f"parameters are known whose gradients could be divided; give a module"
+                f"the loss is (sum, count), but stage {functions[0]} is a function, so the "
+                "parameters whose gradients must be divided are not known; pass a module"
             )
 
     # -- agreement of the ranks ------------------------------------------------------------

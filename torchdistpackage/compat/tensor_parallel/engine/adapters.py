@@ -42,8 +42,8 @@ def add_adapter_rules(model: nn.Module, config: Config) -> Config:
             rules[re.compile(rf"^{re.escape(name)}\.ia3_l\.")] = rule_of_ia3(name, module, action)
         elif not is_lora(module):
             raise LayoutError(
-                f"the layer {name} has adapters of type {type(module).__module__}, of which no "
-                f"part of a shard is known; use LoRA or IA3, or merge the adapters first"
+                f"the layer {name} has adapters of type {type(module).__module__}, which cannot "
+                "be sharded; use LoRA or IA3, or merge the adapters first"
             )
     config = add_lora_rules(model, config)
     return dataclasses.replace(config, state_rules=rules | config.state_rules) if rules else config

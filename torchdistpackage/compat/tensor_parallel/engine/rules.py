@@ -237,7 +237,7 @@ class MatchReport:
             LOG.warning("rules that match nothing in this module: %s", listed)
         for name, patterns in self.repeated.items():
             LOG.warning(
-                "%s is matched by %d state rules that differ, of which the first counts: %s",
+                "%s is matched by %d different state rules; the first one is used: %s",
                 name,
                 len(patterns),
                 ", ".join(map(repr, patterns)),

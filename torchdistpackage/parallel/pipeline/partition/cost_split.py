@@ -87,7 +87,8 @@ def split_by_cost(
     placement = range(num_stages) if placement is None else placement
     if len(placement) != num_stages:
         raise ScheduleError(
-            f"the placement {[*placement]} is of {len(placement)} stages, the cut of {num_stages}"
+            f"the placement {[*placement]} has {len(placement)} stages, but the cut has "
+            f"{num_stages}; give both the same number"
         )
     num_pieces, used = len(costs), min(num_stages, len(costs))
     stage_ranks, work = [*placement][:used], _sums(costs)

@@ -69,9 +69,9 @@ def split_traced(
     cuts = _cuts(traced, nodes, values, costs, bytes_per_s)
     if len(cuts) + 1 < len(placement):
         raise ScheduleError(
-            f"{type(model).__name__} can be cut in {len(cuts)} places, which makes no "
-            f"{len(placement)} stages; what shares a parameter stays together, and only tensors go "
-            f"across"
+            f"{type(model).__name__} can be cut in {len(cuts)} places, which is too few for "
+            f"{len(placement)} stages; modules that share a parameter stay together, and only "
+            "tensors can be sent between stages"
         )
     edges = [0, *(cut.at for cut in cuts), len(nodes)]
     across = [*(cut.num_bytes for cut in cuts), 0]

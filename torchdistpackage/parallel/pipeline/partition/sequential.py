@@ -142,7 +142,7 @@ def chunks_of(
     if len(pieces) < len(placement):
         raise ScheduleError(
             f"a Sequential of {len(pieces)} children cannot be cut into {len(placement)} pipeline "
-            f"stages; give it {len(placement)} children or more, or take fewer stages"
+            f"stages; give it at least {len(placement)} children, or use fewer stages"
         )
     if cut is None:
         costs = [num_parameters(piece) for _, piece in pieces]
