@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from torchdistpackage.bounded import DTYPES
 from torchdistpackage.checkpoint.commit import candidates, check_file, damage
@@ -101,13 +102,23 @@ def verify(path: Path, done: Callable[[int], object], num_threads: int) -> list[
         return [problem for problem in pool.map(check, sorted(manifest.files)) if problem]
 
 
-def tensor_rows(path: Path) -> list[tuple[str, str, tuple[int, ...], int, str]]:
-    """Return (name, dtype, shape, bytes, how it is cut) for each tensor of a checkpoint.
+class TensorRow(NamedTuple):
+    """One tensor of a checkpoint. cut: the dims along which its file pieces are cut, as text."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    cut: str
+
+
+def tensor_rows(path: Path) -> list[TensorRow]:
+    """Return a row for each tensor of a checkpoint.
 
     Raises:
         CheckpointError: the manifest is missing or invalid.
     """
-    rows = list[tuple[str, str, tuple[int, ...], int, str]]()
+    rows = list[TensorRow]()
     for name, entry in read_manifest(path).tensors.items():
         num_bytes = math.prod(entry.shape) * DTYPES[entry.dtype][1]
         cut = [
@@ -115,5 +126,5 @@ def tensor_rows(path: Path) -> list[tuple[str, str, tuple[int, ...], int, str]]:
             for dim in range(len(entry.shape))
             if len(at := {piece.offset[dim] for piece in entry.pieces}) > 1
         ]
-        rows.append((name, entry.dtype, entry.shape, num_bytes, ", ".join(cut)))
+        rows.append(TensorRow(name, entry.dtype, entry.shape, num_bytes, ", ".join(cut)))
     return rows

@@ -102,7 +102,7 @@ def show(
     """Show the tensors of a checkpoint: type, shape, size and pieces."""
     path = _one(path)
     manifest, rows = read_manifest(path), tensor_rows(path)
-    total = sum(row[3] for row in rows)
+    total = sum(row.num_bytes for row in rows)
     typer.echo(f"{path}: step {manifest.step}, {manifest.tokens:,} tokens, {size_text(total)}")
     if manifest.degrees:
         typer.echo("written under " + " ".join(f"{a}={n}" for a, n in manifest.degrees))
@@ -111,16 +111,16 @@ def show(
     head: list[object] = ["TENSOR", "DTYPE", "SHAPE", "SIZE", "PIECES"]
     table: list[Sequence[object]] = [head + ["MEAN", "STD", "MIN", "MAX", "NONFINITE"] * stats]
     source = resolve(_SOURCE)(path) if stats else None
-    for name, dtype, shape, num_bytes, cut in rows:
+    for tensor in rows:
         row: list[object] = [
-            name,
-            dtype,
-            "x".join(map(str, shape)) or "-",
-            size_text(num_bytes),
-            cut,
+            tensor.name,
+            tensor.dtype,
+            "x".join(map(str, tensor.shape)) or "-",
+            size_text(tensor.num_bytes),
+            tensor.cut,
         ]
         if source is not None:
-            of_tensor = resolve(f"{_COMPARE}:stats_of")(source.read(name))
+            of_tensor = resolve(f"{_COMPARE}:stats_of")(source.read(tensor.name))
             numbers = (of_tensor.mean, of_tensor.std, of_tensor.smallest, of_tensor.largest)
             row += [f"{number:.4g}" for number in numbers] + [str(of_tensor.num_nonfinite)]
         table.append(row)

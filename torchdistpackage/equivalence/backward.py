@@ -6,6 +6,7 @@ gradient is not summed over tensor ranks. The gradients of inputs and outputs sh
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,13 +17,21 @@ Wrong = tuple[float, int]
 """How far, over the largest number, and the rank."""
 
 
+class WrongBackward(NamedTuple):
+    """A module with a wrong backward. difference: relative to the largest number."""
+
+    module: str
+    difference: float
+    rank: int
+
+
 def backward_culprit(
     reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Mapping[str, int]
-) -> tuple[str, float, int] | None:
-    """Return the module whose backward is wrong, by how much, and on which rank; None if none is.
+) -> WrongBackward | None:
+    """Return the module whose backward is wrong; None if there is none.
 
-    Parts of a sum are right inside a module that adds them up, so a module is one only where others
-    get a wrong gradient too.
+    Partial gradients are right inside a module that sums them, so a module counts only if modules
+    beside it get a wrong gradient too.
     """
     wrong, got_wrong = dict[str, Wrong](), set[str]()
     for name in reference.modules:
@@ -41,7 +50,7 @@ def backward_culprit(
         module = inner[-1]  # the backward comes to the last one first
         if _is_partial(reference, ranks, module):
             break
-    return (module, *wrong[module]) if module else None
+    return WrongBackward(module, *wrong[module]) if module else None
 
 
 def _turned(

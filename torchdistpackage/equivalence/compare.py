@@ -414,9 +414,14 @@ def _first_grad(
         ) is not None:
             grads = [record.grads[name] for record in ranks if name in record.grads]
             cause = _grad_cause(reference.grads[name], grads, axes)
-            if (before := backward_culprit(reference, ranks, axes)) is not None:
-                module, *apart = before
-                return ParityFinding(module, "gradients of its inputs", *apart, cause)
+            if (culprit := backward_culprit(reference, ranks, axes)) is not None:
+                return ParityFinding(
+                    culprit.module,
+                    "gradients of its inputs",
+                    culprit.difference,
+                    culprit.rank,
+                    cause,
+                )
             return ParityFinding(_owner(name), f"gradients ({name})", *worst, cause)
     return None
 

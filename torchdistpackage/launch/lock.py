@@ -24,6 +24,7 @@ import uuid
 from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from torchdistpackage.bounded import parse_json
 from torchdistpackage.environment.slurm_env import in_step
@@ -38,7 +39,7 @@ HEARTBEAT_S = 10.0
 STALE_S = 60.0
 """Without a heartbeat for so long a holder that nothing else is known of counts as gone."""
 ASK_S = 5.0
-"""For Slurm's answer, of which a start must not depend."""
+"""Timeout for Slurm's answer; starting must not depend on it."""
 LOST = 1
 """Exit code of a holder whose lock was given to another."""
 _PATIENCE_S = 5.0
@@ -386,9 +387,20 @@ def _flock(handle: int) -> bool | None:
     return True
 
 
-def _read(path: Path) -> tuple[LockHolder | None, float, bool]:
-    """Return the holder (None if the file is incomplete), the seconds since its last heartbeat, and
-    whether the kernel has released the lock.
+class _LockState(NamedTuple):
+    """What a lock file shows.
+
+    holder: None if the file is incomplete. silent_s: seconds since its last heartbeat.
+    freed: the kernel has released the lock.
+    """
+
+    holder: LockHolder | None
+    silent_s: float
+    freed: bool
+
+
+def _read(path: Path) -> _LockState:
+    """Return the state of the lock.
 
     By the file system's clock, which all machines share; the file is opened, because NFS shows
     what is new only then.
@@ -402,7 +414,7 @@ def _read(path: Path) -> tuple[LockHolder | None, float, bool]:
             file.write(b"1")
         now_s = clock.stat().st_mtime
         clock.unlink()
-    return holder, now_s - beaten_s, freed
+    return _LockState(holder, now_s - beaten_s, freed)
 
 
 def take_away(path: Path, holder: LockHolder | None, *, by_force: bool) -> bool:

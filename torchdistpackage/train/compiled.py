@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -147,18 +147,32 @@ def warm_up(trainer: Trainer, step: int) -> str:
     num_cached = counters["aot_autograd"]["autograd_cache_hit"]
     blocks = trainer.stage.compiled
     refused = [f"{x.name} ({x.kind}): {x.refused}" for x in blocks if x.refused]
-    summary = len(blocks), len(refused), graphs, num_cached, time.monotonic() - began, refused[:1]
+    took_s = time.monotonic() - began
+    summary = _WarmUp(len(blocks), len(refused), graphs, num_cached, took_s, refused[:1])
     return str(primitives.reduce_objects(summary, _compiled_line))
 
 
-def _compiled_line(seen: list[Any]) -> str:
-    """Return what to say of what all ranks have compiled; seen: numbers of each."""
-    num, num_eager, graphs, num_cached = (sum(x[i] for x in seen) for i in range(4))
-    num_compiled = num - num_eager
+class _WarmUp(NamedTuple):
+    """What one rank compiled. refused: the first block that stays as it is, and why."""
+
+    num_blocks: int
+    num_eager: int
+    num_graphs: int
+    num_cached: int
+    took_s: float
+    refused: list[str]
+
+
+def _compiled_line(ranks: list[Any]) -> str:
+    """Return a line about what all ranks have compiled."""
+    num_eager = sum(rank.num_eager for rank in ranks)
+    graphs = sum(rank.num_graphs for rank in ranks)
+    num_cached = sum(rank.num_cached for rank in ranks)
+    num_compiled = sum(rank.num_blocks for rank in ranks) - num_eager
     text = f"{num_compiled} block{'s' * (num_compiled != 1)} in {graphs} graph{'s' * (graphs != 1)}"
     text += f", {num_cached} of them read from {cache_folder()}"
-    line = f"compiled {text}: {max(x[4] for x in seen):.1f} s before the first step"
-    first = next((x[5][0] for x in seen if x[5]), None)
+    line = f"compiled {text}: {max(rank.took_s for rank in ranks):.1f} s before the first step"
+    first = next((rank.refused[0] for rank in ranks if rank.refused), None)
     return (
         line if first is None else f"{line}; {num_eager} blocks are as they were, such as {first}"
     )
