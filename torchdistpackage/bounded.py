@@ -71,7 +71,8 @@ _UNSHOWN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb"
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
-"""What moves a cursor, colours a terminal, turns the order of letters around, or is no letter."""
+"""Characters that are not printed as they are: ones that move a cursor, colour a terminal or
+reverse the order of letters, and bytes that are no character."""
 
 
 def printable(text: str) -> str:
@@ -109,7 +110,7 @@ def wrong_encoding(head: bytes) -> str | None:
 
 
 MAX_HEADER_BYTES = 100_000_000
-"""As many as safetensors reads."""
+"""Largest header that is read, the same as safetensors' own limit."""
 DTYPES = {
     "float64": ("F64", 8),
     "float32": ("F32", 4),

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 _HOST_LETTERS = 32
 _MOST_BYTES = 1 << 26
-"""Of a file that grows by lines."""
+"""Largest file of lines that is read."""
 _TAIL_BYTES = 4096
 
 

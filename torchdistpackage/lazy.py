@@ -53,7 +53,7 @@ def resolve(path: str) -> Any:
 
 
 EXTENSIONS: dict[str, str] = {}
-"""What is there beside the core, by name -> "module:attribute": `compat` enters what it has."""
+"""Names beside the core -> "module:attribute"; `compat` adds its own."""
 
 
 def extension(name: str) -> Any:

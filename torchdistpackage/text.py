@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 SHOWN_RANKS = 8
-"""So many ranks of a list are named, and the others counted."""
+"""Largest number of ranks of a list that are named; the others are counted."""
 
 
 def terminal_width() -> int | None:

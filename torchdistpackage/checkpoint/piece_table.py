@@ -17,7 +17,7 @@ from torchdistpackage.checkpoint.manifest import FileFacts, Manifest, TensorEntr
 from torchdistpackage.errors import CheckpointError
 
 Files = Mapping[str, FileFacts]
-"""What has been written, by name."""
+"""The written files by name."""
 
 
 @dataclass(frozen=True, slots=True)

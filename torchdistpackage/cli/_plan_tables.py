@@ -26,7 +26,7 @@ _ZERO = (
     "gradients and optimizer state",
     "weights, gradients and optimizer state",
 )
-"""What is sharded, by parallel.zero."""
+"""The state that is sharded, by parallel.zero."""
 
 
 def all_tables(

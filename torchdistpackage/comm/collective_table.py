@@ -253,7 +253,7 @@ OPERATIONS: dict[str, CollectiveSpec] = {
 COLLECTIVES = {
     name: spec for name, spec in OPERATIONS.items() if spec.bus_factor is not _not_measured
 }
-"""Those that are measured."""
+"""The operations that the benchmark measures."""
 
 
 def homes_of_names() -> dict[str, tuple[str, ...]]:

@@ -60,7 +60,8 @@ def forget(group: Group) -> None:
 _complete: PerGroup[tuple[dist.Store, str]] = PerGroup()
 """Group -> the key that its last member sets once it has the group, too, and in which store."""
 _LATE_S = 5.0
-"""How long a group waits for such a member before it ends; one that failed never comes."""
+"""Seconds for which a group waits for such a member before it ends; a member that failed never
+comes."""
 
 
 def create(
@@ -311,11 +312,12 @@ HasCome = Callable[[dist.Store, int], bool]
 MARGIN_S = 5.0
 """Seconds by which ours is longer: back ends with a limit of their own (gloo) come first."""
 CONNECT_S = 600.0
-"""How long members that have all come may take to connect: thousands take minutes (nccl#1156)."""
+"""Seconds for which members that have all come may connect: thousands take minutes (nccl#1156)."""
 WARN_S = 60.0
-"""Between two warnings that they still do."""
+"""Seconds between two warnings that members still connect."""
 _TELL_WAIT_S = 10.0
-"""How long the one that looks may take, and stays until the others have read what it found."""
+"""Limit in seconds for the rank that looks who is missing; the others wait as long for its answer.
+"""
 _NAMED = 20
 _ends = False
 

@@ -18,13 +18,15 @@ from torchdistpackage.environment.rendezvous import Rendezvous
 from torchdistpackage.errors import AbsentError, LaunchError
 
 PORT_WAIT_S = 2.0
-"""How long a candidate port may keep silent before the next one is tried beside it."""
+"""Seconds of silence on a candidate port after which the next one is tried as well."""
 
 BUSY_S = 6.0
-"""How long a stranger may sit on the only candidate port, at least, before a rank gives up."""
+"""Least number of seconds for which a stranger may hold the only candidate port before a rank gives
+up."""
 
 _TELL_WAIT_S = 10.0
-"""How long one rank may look who is missing, and the others wait for what it finds."""
+"""Limit in seconds for the rank that looks who is missing; the others wait as long for its answer.
+"""
 _HEARD_WAIT_S = 5.0
 _LONGEST_PAUSE_S = 0.5
 _NAMED = 20

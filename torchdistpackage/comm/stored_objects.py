@@ -45,7 +45,7 @@ _CHUNK_BYTES = 4 << 20
 _NAMED = 20
 _CODE_BYTES = 32
 _PART_S = 10.0
-"""How long rank 0 waits at the end for those that still read."""
+"""Limit in seconds for rank 0's wait at the end for ranks that still read."""
 _STORE = Transport("store")
 
 

@@ -36,7 +36,7 @@ from torchdistpackage.comm.work import Work
 TAG = 0x7DC
 """The tag of a pipeline's headers. 0x7DD and 0x7DE are those of the debug mode."""
 _SPECS_KEPT = 64
-"""Up to so many descriptions a channel keeps the header that it wrote or read, with its spec."""
+"""Largest number of headers, with their specs, that a channel keeps to use again."""
 
 
 class Incoming:

@@ -94,7 +94,7 @@ Pending = Work
 """The name of Work before 0.1."""
 
 NO_FACTS = ()
-"""Nothing to agree on but shape and dtype, or no debug mode that asks."""
+"""Facts of a call without any: ranks compare only shape and dtype, or the debug mode is off."""
 
 
 def run_sync(operation: str, group: Group, x, facts, finish, function, *args) -> Tensor:

@@ -35,7 +35,7 @@ RULES = sorted(
     (*MODEL_RULES, *OPTIM_RULES, *EXPERT_RULES, *rules.RULES, *DATA_RULES, *PIPELINE_RULES),
     key=lambda rule: _SECTIONS.index(rule.fields[0].partition(".")[0]),
 )
-"""All rules in the order in which they are reported: that of the sections of the file."""
+"""All rules in the order in which they are reported, which is that of the sections."""
 _SLURM = "launch.slurm"
 
 

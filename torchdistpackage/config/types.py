@@ -127,7 +127,7 @@ def _name_in(table: Container[str]) -> AfterValidator:
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 """Characters that would end a line of a script, or a path in a system call."""
 _FOR_A_SHELL = re.compile(r"^~|\$[A-Za-z_{]")
-"""What a shell would expand, but here would become a part of a name."""
+"""Characters that a shell would expand, but that would here become a part of a name."""
 MAX_NAME_BYTES = 200
 """Most bytes of a run's name: file systems allow 255, and a sweep adds to the name."""
 _MAX_PATH_BYTES, _MAX_PART_BYTES = 4000, 255

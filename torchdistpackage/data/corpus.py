@@ -81,8 +81,8 @@ NOT_LIBRARY = frozenset(
 """Folders of the standard library that hold other people's code, tests or demonstrations."""
 
 MOST_MAPPED = 1 << 14
-"""How many files of a folder are mapped, the largest first; the others are read. Linux allows a
-process 65,530 maps."""
+"""Largest number of files of a folder that are memory-mapped, the largest files first; the others
+are read. Linux allows a process 65,530 maps."""
 
 LARGE_BYTES = 2**31
 """Size above which numpy maps a file instead of torch. numpy keeps each file open, and a process

@@ -162,8 +162,8 @@ DETERMINISTIC = {
     "NCCL_NVLS_ENABLE": "0",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
-"""What sums in one order need: NVSwitch may add in another one each time (NVIDIA/nccl#1497), and
-cuBLAS chooses by the memory it finds."""
+"""Variables for sums in one order: NVSwitch may add in another order each time (NVIDIA/nccl#1497),
+and cuBLAS chooses kernels by the memory that is free."""
 _RECORDED = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE")
 
 

@@ -25,7 +25,7 @@ from torchdistpackage.errors import RankError
 from torchdistpackage.files import atomic_write
 
 _MOST_BYTES = 1 << 24
-"""Of a rank's report."""
+"""Largest report of a rank that is read."""
 
 
 class FailureKind(StrEnum):

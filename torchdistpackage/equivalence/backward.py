@@ -14,7 +14,7 @@ from torchdistpackage.equivalence.match import TOLERANCE, difference
 from torchdistpackage.equivalence.record import ParityRecord
 
 Wrong = tuple[float, int]
-"""How far, over the largest number, and the rank."""
+"""Difference, relative to the largest number, and rank."""
 
 
 class WrongBackward(NamedTuple):

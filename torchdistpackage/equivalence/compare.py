@@ -35,7 +35,7 @@ SPLITS_BATCH = ("data", "expert_data", "expert")
 WHOLE_MODEL = "the model"
 """Where no module inside is named."""
 ITS_STEP = "its step"
-"""What differs where a rank raised an error."""
+"""The text for what differs where a rank raised an error."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 TOLERANCE = 1e-9
-"""Of float64, as a share of the whole tensor's largest number."""
+"""Largest difference in float64 that counts as equal, relative to the largest number of the full
+tensor."""
 _MOST_PLACES = 128
 _JOINED = (2, 3, 4, 6, 8, 12, 16)
 """Pieces that are tried: three of queries, keys and values, more where these have unlike sizes."""

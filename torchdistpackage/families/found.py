@@ -26,7 +26,7 @@ SHARED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 UNSEEN = "it has no table here, and nobody has seen how it attends"
 """Why a sequence is not shared."""
 WIDE_WEIGHTS = ("mixtral",)
-"""Of these, whose routers leave the weights of a token's experts in float32 under autocast."""
+"""Families whose routers leave the weights of a token's experts in float32 under autocast."""
 SAMPLED = {
     "phimoe": "its router (PhimoeTopKRouter) samples experts in training, so a trial has no one "
     "answer to hold"

@@ -21,7 +21,7 @@ _OPT = {
     "tie_word_embeddings": True,
 }
 _MORE_ROWS = 2
-"""Of the table of positions, before the first one."""
+"""Rows of the position table before that of the first position."""
 
 
 def _sizes(s: Settings) -> Sizes:

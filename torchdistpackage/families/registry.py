@@ -29,4 +29,4 @@ SPLIT_ALONE: dict[str, Family] = {
     "bert": BERT,
     "t5": T5,
 }
-"""Those whose tables list what is cut, by the ends of names: `tensor_parallel` alone."""
+"""Families whose tables list cut layers by the ends of names; only `tensor_parallel` uses them."""

@@ -22,7 +22,7 @@ from torchdistpackage.layout.table import (
 )
 
 Settings = Mapping[str, Any]
-"""Of a config.json, with the family's defaults for what it leaves out."""
+"""The settings of a config.json, with the family's defaults for what it leaves out."""
 
 
 @dataclass(frozen=True, slots=True)

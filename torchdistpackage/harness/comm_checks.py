@@ -28,7 +28,7 @@ from torchdistpackage.harness.calls import (
 NUM_ELEMENTS = 1000
 NUM_ROWS = 40
 LARGE_ELEMENTS = p2p.SMALL_BYTES // 8 + 1
-"""Of 8 bytes, so that the receives of a batch are posted first."""
+"""Number of elements (8 bytes each) from which the receives of a batch are posted first."""
 
 _MOVED = (torch.float32, torch.bfloat16, torch.int64, torch.float16, torch.complex64, torch.uint8)
 

@@ -67,7 +67,7 @@ from torchdistpackage.harness.device_speed import device_speed
 from torchdistpackage.harness.guarded import GuardedThread, SharedStatus, run_guarded
 
 NUM_SIDES = 2
-"""Of each call: ours and the bare one."""
+"""Number of sides that each call is measured on: ours and the bare one."""
 KEPT = 3
 """Rows of times: ours, the bare call's, and what the host took to issue ours."""
 MARGIN_S = 60.0
@@ -303,7 +303,8 @@ def _run(
 AnyCall = Callable[[], object]
 
 HELD_S, LONGEST_S = 3e-4, 2e-2
-"""How long a stream sleeps at first, and at most, where hosts take longer to issue a call."""
+"""Seconds for which a stream sleeps at first, and at most, where hosts take longer to issue a call.
+"""
 
 
 @dataclass

@@ -47,7 +47,7 @@ Axes = Sequence[tuple[str, int | None]]
 """(axis, size), outermost first; the size of one may be None: what the others leave."""
 
 INIT_TIMEOUT_S = 60.0
-"""For the ranks to meet, which may start one after the other."""
+"""Limit in seconds for ranks to meet, which may start one after the other."""
 _RUN_WORKER = "torchdistpackage.harness.pool_worker:run_worker"
 
 

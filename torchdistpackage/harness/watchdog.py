@@ -36,11 +36,11 @@ from torchdistpackage.text import SHOWN_RANKS
 from torchdistpackage.topology.mesh import Topology
 
 LOOK_S = 1.0
-"""Until every rank knows of an alarm in the folder."""
+"""Seconds within which every rank sees an alarm in the folder."""
 PEEKS = 4
-"""In that time: looks at what this host knows, which cost the shared file system nothing."""
+"""Looks per LOOK_S at what this host's cache has, which cost the shared file system nothing."""
 FLIGHTS_S = 2.0
-"""For the flight recorder's word."""
+"""Limit in seconds for the dump of NCCL's flight recorder."""
 _FRAMES = 64
 _CALLERS = re.compile(r".*(<frozen runpy>|/torchdistpackage/launch/)")
 """Frames that stand before the user's in every stack and explain nothing."""

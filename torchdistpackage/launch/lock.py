@@ -37,13 +37,14 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 10.0
 STALE_S = 60.0
-"""Without a heartbeat for so long a holder that nothing else is known of counts as gone."""
+"""Seconds without a heartbeat after which a holder counts as gone, if nothing else is known of it.
+"""
 ASK_S = 5.0
 """Timeout for Slurm's answer; starting must not depend on it."""
 LOST = 1
 """Exit code of a holder whose lock was given to another."""
 _PATIENCE_S = 5.0
-"""How long to wait for other processes that are removing the same stale file."""
+"""Seconds to wait for other processes that are removing the same stale file."""
 _RETRY_S = 0.05
 _MAX_BYTES = 1 << 14
 _IS_ID = re.compile(r"\d*")

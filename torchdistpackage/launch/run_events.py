@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # `tdp jobs` reads events, and need not load a parser of YAML
 
 SUBMIT, START, SAVE, END = "submit", "start", "save", "end"
 _LAST_S = 2.0**37
-"""In the year 6325: no event is later, and dates of a calendar end soon after."""
+"""Latest time of an event (year 6325), as dates of a calendar end soon after."""
 
 
 @dataclass(frozen=True, slots=True)

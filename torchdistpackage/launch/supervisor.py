@@ -55,12 +55,14 @@ from torchdistpackage.launch.process import (
 HOLD_S = 30.0
 """The wait for word of a lost peer, in vain where no node is gone and that peer goes on."""
 GRACE_S = 2.0
-"""For a rank to end by itself when another one has failed and this process is asked to end."""
+"""Seconds for a rank to end by itself after another one failed and this process was asked to end.
+"""
 _POLL_S = 0.25
 _SIGNAL_S = 0.1
 _LOOK_S = 1.0
 _SKEW_NS = 5 * 10**9
-"""How much later than others this task may have been started; older reports are another step's."""
+"""Largest delay with which this task may start after others; older reports belong to another step.
+"""
 _READ_BYTES = 1 << 16
 
 

@@ -38,7 +38,8 @@ from torchdistpackage.launch.ipc import Channel, unpack
 _NEWS_S = 0.3
 """Wait after the first failure: peers of a dead rank may be quicker than the kernel."""
 _CAUSE_S = 3.0
-"""While peers alone have failed: the end of the dead one is reported late on a busy machine."""
+"""Seconds to wait while only peers have failed, because a busy machine reports the end of the dead
+rank late."""
 _POLL_S = 0.1
 _RUN_RANK = "torchdistpackage.launch.entrypoint:run_rank"
 # A rank that trains imports all of these; the last when it makes its first optimizer.

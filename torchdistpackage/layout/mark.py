@@ -77,7 +77,7 @@ def join(prefix: str, name: str) -> str:
 
 
 ATTRIBUTE = "tdp_layout"
-"""Not `layout`, which is torch's word for strided or sparse."""
+"""Name of the attribute; not `layout`, which in torch means strided or sparse."""
 PLACE = "tdp_place"
 
 

@@ -22,7 +22,8 @@ from torchdistpackage.parallel.tensor.layouts import Layouts, prefixed
 EMBED, HEAD = "embed", "head"
 ATTENTION, MLP = "attention", "mlp"
 HALVES = (ATTENTION, MLP)
-"""Of a block, each with the norm before it: between them travels what travels between blocks."""
+"""The two halves of a block, each with the norm before it. A pipeline may cut between them, as the
+same activations travel there as between blocks."""
 TIED = "embed.weight"
 """Global name of the one weight that embedding and output head share when tied."""
 

@@ -21,9 +21,9 @@ from torchdistpackage.models.hugging_face_layout import FolderFiles
 from torchdistpackage.topology.mesh import Mesh
 
 ALL_LINEAR = "all-linear"
-"""As a target: every linear layer of the blocks."""
+"""The target that means every linear layer of the blocks."""
 PREFIX = "base_model.model."
-"""Of names in peft's files."""
+"""Prefix of names in peft's files."""
 ADAPTER_FILES = FolderFiles(ADAPTER_FILE, "adapter_model.safetensors", is_sharded=False)
 
 

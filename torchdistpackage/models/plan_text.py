@@ -70,7 +70,7 @@ _SENT: dict[LayerKind, str] = {
     "feature": "gather",
     "joined": "gather",
 }
-"""What the ranks do with the outputs of a layer."""
+"""The operation of the ranks on the outputs of a layer."""
 
 
 def table_of(model: Any, num_ranks: int) -> tuple[PlanTable, dict[str, dict[int, str]]]:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 WIDTH, HEAD, VOCAB, POSITIONS = 32, 8, 67, 64
-"""Of the copy: its residual stream, a head, its vocabulary (which ranks cannot share evenly), and
-the longest sequence."""
+"""Sizes of the small copy: its residual stream, a head, its vocabulary (which ranks cannot share
+evenly), and the longest sequence."""
 _HEADS, _EXPERTS, _WINDOW, _MOST_LAYERS = 4, 4, 4, 8
 
 _WIDTHS = (

@@ -48,7 +48,7 @@ CHOICES = (
     CutChoices(by_heads=False, fused=False, others=False, head=False),
     CutChoices(by_heads=False, fused=False, others=False, head=False, experts=False),
 )
-"""In the order in which they are tried."""
+"""Choices in the order in which they are tried."""
 
 _MLPS = (
     (("gate_proj", "up_proj"), "down_proj"),

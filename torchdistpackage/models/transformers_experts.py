@@ -32,7 +32,7 @@ class StackedExperts(nn.Module):
     """
 
     balance_state = None
-    """Nothing follows the counts: these routers have a loss at most."""
+    """None: these routers have at most a loss, and no state that follows the counts."""
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ from torchdistpackage.models.lora_layout import Lora
 _FOUND = "torchdistpackage.models.transformers_found:found_family"
 """Imported for a family without a table alone: it reads transformers' modules, on torch."""
 _MOST = 1 << 24
-"""Of any size: what is larger is a slip."""
+"""Largest size that is accepted; a larger one is a slip."""
 
 
 @dataclass(frozen=True)

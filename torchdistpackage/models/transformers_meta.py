@@ -28,11 +28,11 @@ from torchdistpackage.models.transformers_rope import keep_lengths_apart
 from torchdistpackage.tools.undisturbed import keep_random_states
 
 ALONE = threading.RLock()
-"""Of threads as ranks one makes a model at a time: transformers imports parts of itself meanwhile,
-which threads cannot do side by side, and sets the process's default type.
-"""
+"""Lock under which one thread at a time makes a model, where threads are ranks: meanwhile
+transformers imports parts of itself, which threads cannot do side by side, and sets the process's
+default type."""
 _REFUSALS = (ValueError, KeyError, TypeError, AssertionError, ImportError, AttributeError)
-"""What transformers 4 raises where settings are no model."""
+"""Errors that transformers 4 raises for settings that make no model."""
 
 
 def settings_errors() -> tuple[type[Exception], ...]:

@@ -39,7 +39,7 @@ from torchdistpackage.tools.undisturbed import keep_random_states
 from torchdistpackage.topology.mesh import Mesh, topology
 
 _TOLERANCE = 1e-3
-"""Of float32; what is wrong is off by much more."""
+"""Largest difference in float32 that counts as equal; a wrong split differs by much more."""
 _SMALLEST = 1e-4
 """A gradient counts as this part of the largest one at least: of some there is but rounding."""
 _LIMIT_S = 120.0

@@ -16,7 +16,7 @@ from torch.autograd import SavedTensor
 Formula = Callable[..., Tensor]
 
 _TELLS = hasattr(SavedTensor, "unpack_hook")
-"""Whether this torch shows the hooks on what a node has kept."""
+"""True if this torch shows the hooks on tensors that a node has saved."""
 
 
 class DeferredGrad:

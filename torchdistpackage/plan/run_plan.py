@@ -40,8 +40,8 @@ from torchdistpackage.schedule.engine import Timeline
 from torchdistpackage.topology.mesh import Topology, describe, topology
 
 BUCKET_BYTES = bucket_sizes(queued=False).default_bytes
-"""Of gradients that travel together, on paper: as over gloo. Over NCCL the run has fewer and larger
-ones, in the same order, since a plan does not know the transport."""
+"""Bytes of gradients that travel together on paper, as over gloo. Over NCCL the run has fewer and
+larger buckets in the same order, but a plan does not know the transport."""
 
 VOTE_ROOM = 8 + len(ASKED)
 """Numbers that a step keeps for votes (train/votes.py): its message has one length, which

@@ -10,7 +10,7 @@ from torchdistpackage.plan.run_plan import Plan, num_parameters, num_ranks
 
 MOST_RANKS = 16
 MOST_PARAMETERS = 20_000_000
-"""Of all ranks together, each with the whole model."""
+"""Largest number of parameters of all ranks together, each with the full model."""
 _BYTES = 256
 _TOKENS = 16
 _HEAD_DIM = 4

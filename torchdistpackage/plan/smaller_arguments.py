@@ -22,11 +22,11 @@ USUAL_NAMES = {
     "vocab": "vocab vocab_size num_tokens n_vocab num_embeddings",
     "length": "seq_len max_seq_len block_size max_length n_positions n_ctx context_length",
 }
-"""What an argument is -> names of it."""
+"""Kind of an argument -> usual names of it."""
 _KIND = {name: kind for kind, names in USUAL_NAMES.items() for name in names.split()}
 _OF_DATA = ("vocab", "length")
 _HEADS, _HEAD_DIM, _DIM, _VOCAB, _BYTES, _LENGTH = 4, 8, 32, 64, 256, 32
-"""At least: four heads are two for each of two ranks."""
+"""Smallest sizes: four heads are two for each of two ranks."""
 
 
 def with_smaller_arguments(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:

@@ -14,7 +14,7 @@ from torchdistpackage.launch.run_rows import Row, mapping, number, numbers
 from torchdistpackage.report.run import Run, busy_excess
 
 _MOST_POINTS = 4000
-"""Of a series of one run; of several runs they share this number."""
+"""Largest number of points of a series; several runs share this number."""
 _MOST_LINES = 16
 """Ranks that have a line of their own; of more the least, the middle and the most are drawn."""
 _MOST_COLUMNS = 400

@@ -8,7 +8,8 @@ from torchdistpackage.topology.mesh import Mesh
 _CELL, _GAP, _LEFT, _TOP = 30, 12, 12, 44
 _A_LINE = 960
 _MOST_RANKS = 512
-"""Of more the first nodes are drawn: no eye tells more groups apart."""
+"""Largest number of ranks that are drawn, those of the first nodes: no eye can distinguish more
+groups."""
 
 
 def placement_svg(name: str, meshes: Sequence[tuple[str, Mesh]], ranks_per_node: int) -> str:

@@ -16,7 +16,7 @@ _RECENT = 20
 _LAGS_PERCENT = 10.0
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _QUIET_STEPS = 20
-"""After so many usual steps without a row, and 30 s at least, a run is called quiet."""
+"""Number of usual steps without a row, but at least 30 s, after which a run is called quiet."""
 
 
 @dataclass(frozen=True, slots=True)

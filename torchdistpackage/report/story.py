@@ -13,7 +13,7 @@ from torchdistpackage.text import size_text
 COLOURS = {"finished": 2, "requeue": 0, "chain": 0, "again": 5, "running": 4, "failed": 3}
 """Word of an end -> place in the palette of the page; the others have 1."""
 _MOST_RANKS = 1024
-"""With a row of their own; `ranks.jsonl` has them all."""
+"""Largest number of ranks with a row of their own; `ranks.jsonl` has them all."""
 
 
 @dataclass(frozen=True, slots=True)

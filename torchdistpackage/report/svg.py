@@ -9,7 +9,7 @@ from torchdistpackage.bounded import printable
 _GOLDEN = 0.618034
 """Hues so far apart around the circle differ however many are taken."""
 _SCALE = ((165, 15, 21), (252, 174, 97), (255, 255, 191), (116, 173, 209), (49, 54, 149))
-"""From the least to the most; its ends are told apart without red and green."""
+"""Colours from least to most, which can be distinguished without seeing red and green."""
 
 
 def escape(words: str) -> str:

@@ -40,7 +40,7 @@ class OpSignature:
 CREATION = OpSignature("new_group")
 """A group is made by its members."""
 SPLIT, START = OpSignature("split of the world"), OpSignature("start of the step")
-"""All ranks make one group each, or none, from the world; all have their groups."""
+"""Operations of the world: all ranks make one group each, or none; all ranks have their groups."""
 
 
 class LintGroup:
@@ -138,7 +138,7 @@ class PendingOp:
 
 
 Queues = Mapping[int, deque[PendingOp]]
-"""What each rank has issued and is not done, oldest first."""
+"""Unfinished entries that each rank has issued, oldest first."""
 
 
 class Disagreement(Exception):
@@ -164,7 +164,7 @@ class Matcher:
     ):
         self._met, self._matched, self._done = met, matched, done
         self.waiting: dict[int, PendingOp] = {}
-        """What each rank that waits waits for."""
+        """The entry that each waiting rank waits for."""
         self.ended: set[int] = set()
 
     def issue(self, entry: PendingOp) -> None:

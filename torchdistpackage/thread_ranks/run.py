@@ -18,7 +18,8 @@ from torchdistpackage.thread_ranks.transport import BACKEND, LintContext, attach
 from torchdistpackage.topology.mesh import Topology
 
 Trace = Sequence[tuple[PendingOp, bool]]
-"""What a rank did, in order: an entry, and whether it waited for it (or else issued it)."""
+"""A rank's entries in order, each with True if the rank waited for it, and False if it issued it.
+"""
 
 
 @dataclass(frozen=True)

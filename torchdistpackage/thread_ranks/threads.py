@@ -42,9 +42,9 @@ from torchdistpackage.thread_ranks.matcher import (
 )
 
 PATIENCE_S = 5.0
-"""After so long without a call of the one that runs, its turn goes to the next one."""
+"""Seconds without a call of the running rank after which the turn goes to the next one."""
 GRACE_S = 2.0
-"""How long a thread may take to end once it is asked to."""
+"""Limit in seconds for a thread to end once it is asked to."""
 
 
 class LintEnded(BaseException):

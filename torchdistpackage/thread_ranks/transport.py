@@ -49,7 +49,7 @@ from torchdistpackage.thread_ranks.own_backend import (
 from torchdistpackage.thread_ranks.threads import Threads
 
 BACKEND = "threads"
-"""What ranks of a lint talk over; it stands for NCCL where calls are queued."""
+"""Name of the back end of ranks of a lint; it stands for NCCL where calls are queued."""
 HOST_BACKEND = "threads_host"
 """The same for what is in host memory, where NCCL's groups have one of gloo as well."""
 
@@ -71,9 +71,9 @@ class LintContext:
         default_factory=dict
     )
     traces: list[list[tuple[PendingOp, bool]]] = field(default_factory=list)
-    """What each rank issued, and waited for (True), in order."""
+    """The entries that each rank issued (False) or waited for (True), in order."""
     setup: list[list[tuple[PendingOp, bool]]] = field(default_factory=list)
-    """What the ranks did before the step, once all of them are there."""
+    """The ranks' entries before the step, set once all ranks are there."""
     stacks: dict[Where, Where] = field(default_factory=dict)
     """One of each, for a step makes most of its calls in few places."""
 
@@ -272,7 +272,7 @@ def _num_elements(tensors: Tensors) -> Facts:
 # -- moving the data -----------------------------------------------------------------------
 
 _ONE_SIZE = ("all_reduce", "reduce", "broadcast", "barrier")
-"""Their facts say it."""
+"""Operations whose facts state one size for all ranks."""
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ Infos = dict[str, dict[str, Any]]
 _NEW: Any = {}
 """Default that stands for a new dict, so that two profiles never mix."""
 _handles: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
-"""Of each model that is profiled its hooks."""
+"""The hooks of each model that is profiled."""
 
 
 @dataclass(eq=False)

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from torchdistpackage.errors import ConfigError
 
 Profile = Mapping[str, Mapping[str, Any]]
-"""As `get_model_profile` returns it. Of a hand-written one `fwd_time` and `fwd_mem` are enough."""
+"""A profile as `get_model_profile` returns it. In one written by hand `fwd_time` and `fwd_mem` are
+enough."""
 
 _MB_PER_GB = 1e3
 _MOST_SETS, _MOST_JOINED = 1500, 300_000

@@ -36,8 +36,8 @@ if TYPE_CHECKING:  # torch loads it when it is asked for: who only builds a run 
 
 _CACHE_KEY = "TORCHINDUCTOR_CACHE_DIR"
 CACHE = ".compiled"
-"""Beside the run folders of one node, which share it, unless TORCHINDUCTOR_CACHE_DIR names another
-place."""
+"""Folder beside the run folders of one node, which share it, unless TORCHINDUCTOR_CACHE_DIR names
+another one."""
 _REASON_LINES = 6
 
 

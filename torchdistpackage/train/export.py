@@ -30,7 +30,7 @@ from torchdistpackage.run_files import CHECKPOINTS
 
 _ROUND = "torchdistpackage.models.transformers_lora:round_weights"
 EXPORTED = "hf"
-"""In a run folder, the model at the end of the run."""
+"""Folder in the run folder for the model at the end of the run."""
 
 
 def export_run(

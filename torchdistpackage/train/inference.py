@@ -42,7 +42,7 @@ from torchdistpackage.train.inference_request import (
 from torchdistpackage.train.staged_model import StagedModel
 
 Answer = EvalResult | RankRefusal | None
-"""None of texts, which have been written."""
+"""The answer to a request; None for texts, which have been written."""
 Write = Callable[[str], object]
 
 

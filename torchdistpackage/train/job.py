@@ -62,7 +62,8 @@ from torchdistpackage.run_files import CHECKPOINTS, METRICS, RunDir
 WORKER = "torchdistpackage.train.worker"
 WORKER_MAIN = f"{WORKER}:worker_main"
 SLURM_S = 5.0
-"""For all that Slurm is asked before rank 0 is started, for whom the other ranks wait."""
+"""Limit in seconds for all queries of Slurm before rank 0 starts, as the other ranks wait for it.
+"""
 _LOOK_S = 0.1
 # torch._dynamo: the first optimizer of a process imports it, which takes seconds
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "numpy", "safetensors.torch", WORKER)

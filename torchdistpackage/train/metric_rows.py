@@ -17,7 +17,8 @@ from torchdistpackage.launch.run_rows import read_rows
 from torchdistpackage.run_files import METRICS
 
 _LOOK_S = 1.0
-"""How often it is looked whether the folder is still there, which is free but for old NFS."""
+"""Seconds between looks whether the folder still exists. A look costs nothing, except on old NFS.
+"""
 _HELD = 100_000
 """Rows that wait in memory for a disk that takes no more; of more the first ones are lost."""
 _SHOWN = 4

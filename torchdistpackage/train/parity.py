@@ -39,9 +39,10 @@ from torchdistpackage.train.build import build
 from torchdistpackage.train.step import Trainer
 
 _LIMIT_S = 600.0
-"""For the steps of one layout; ranks may be more than cores."""
+"""Limit in seconds for the steps of one layout; there may be more ranks than cores."""
 _PRELOAD = (__name__, "torch._dynamo")
-"""Of 15 ranks in sets of 1, 2, 4 and 8 each would import them."""
+"""Modules that are loaded once: otherwise each of 15 ranks, in sets of 1, 2, 4 and 8, would import
+them."""
 
 
 def compare_plan(

@@ -30,9 +30,9 @@ from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.step_stats import PendingStep, StepResult
 
 SEVERAL = "several axes"
-"""Of a group that lies along more than one, such as all ranks."""
+"""The name for a group that lies along more than one axis, such as all ranks."""
 _RANKS_A_ROW = 64
-"""More ranks write a row the more seldom, or the file of a large run would have gigabytes."""
+"""With more ranks rows are written less often, or the file of a large run would have gigabytes."""
 _LETTERS = 6
 
 

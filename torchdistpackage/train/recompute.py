@@ -29,7 +29,7 @@ from torchdistpackage.train.staged_model import TrainStages
 from torchdistpackage.train.step import Trainer
 
 _REPEATS = 3
-"""After a warm-up; the shortest times count."""
+"""Number of repeats after a warm-up, of which the shortest times count."""
 
 
 def recompute_blocks(stages: TrainStages) -> tuple[str, ...]:

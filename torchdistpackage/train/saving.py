@@ -133,10 +133,10 @@ class RunSaver:
         self._local = SaveSlot("local", self._copied, self._local_failed)
         self._drains = False
         self._reads_copies = False
-        """Whether the save to the run folder that is under way reads `_copies`."""
+        """True if the save to the run folder that is under way reads `_copies`."""
         self.owes = False
-        """Whether the run folder is to get a checkpoint after the next step, as a local copy that
-        was to bring one has failed."""
+        """True if the run folder needs a checkpoint after the next step, because the local copy
+        that was to become one failed."""
 
     def register(self, votes: Votes) -> None:
         """Let each step carry how far this rank's saves are."""

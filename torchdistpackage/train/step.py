@@ -90,12 +90,12 @@ class Trainer(StagedModel):
         super().__post_init__()
         self.phases = Phases(self.device)
         self.votes = Votes()
-        """What the ranks agree on with each step; owners register their functions here."""
+        """The flags that ranks agree on with each step; owners register their functions here."""
         self.reducer: Reducer = self.replicas.reducer
         self._reducers = (self.reducer,)
         self._checked, self._part = False, 0
         self.val_pairs: Mapping[str, float] = {}
-        """Of the last validation on pairs, what `PairSums.means` says."""
+        """`PairSums.means` of the last validation on pairs."""
         self._shared: SequenceSource | None = None
         """The source, if of its samples this rank reads part `_part` alone."""
         self.recomputed: tuple[str, ...] = ()

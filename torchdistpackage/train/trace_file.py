@@ -26,7 +26,7 @@ _MOST_BYTES = 1 << 30
 _STEPS, _SCHEDULE, _PHASES, _GROUPS = range(4)
 """Tracks of a rank; those of the groups' calls come last."""
 _MOST_RANKS = 64
-"""That are drawn."""
+"""Largest number of ranks that are drawn."""
 _CALL_COLOURS = ("#d1605e", "#4c9f9f", "#a87c5f", "#8a8a3d", "#b25d9b", "#5a78b8")
 
 

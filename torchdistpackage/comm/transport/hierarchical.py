@@ -42,7 +42,8 @@ CHUNK_BYTES = 2 * 2**20
 """Shorter chunks cost more calls; longer ones leave the link idle while the first is summed and the
 last handed out."""
 GRACE_S = 1.0
-"""Beyond the limit, for the back end's own error, which says more than that nothing came."""
+"""Seconds beyond the limit that are left for the back end's own error, which says more than that
+nothing came."""
 
 
 def hierarchical_all_reduce(

@@ -24,7 +24,7 @@ PIECE_BYTES = 2**20
 """Longer messages travel in even pieces of about this, so that a notice of readiness to receive,
 which queues behind what is being sent, waits for no more than half as much again."""
 _FIRST_TAG, _NUM_TAGS = 2**12, 2**27
-"""Above what messages by themselves use over the same group; gloo's tags have 31 bits."""
+"""Tags above those that single messages use over the same group; gloo's tags have 31 bits."""
 
 
 def pairwise(

@@ -52,7 +52,7 @@ def collectives_of(num: int, group: Group | None) -> Collectives:
 
 
 ConfigGetter = Callable[[Any, Sequence[Any]], Config]
-"""Of a model's config and its devices, such as `get_gpt2_config`."""
+"""A function of a model's config and its devices, such as `get_gpt2_config`."""
 
 
 def _getter(kind: str) -> ConfigGetter:

@@ -34,7 +34,7 @@ Participants = tuple[int, ...]
 Round = tuple[Participants, ...]
 
 NODE, NETWORK = "node", "network"
-"""What carries a unit's data: one host's own means, or the network between hosts."""
+"""The link of a unit: within one host, or over the network between hosts."""
 ISOLATED, CONCURRENT = "alone", "together"
 """One unit at a time, or all units of an axis at once."""
 

@@ -14,7 +14,7 @@ _PACKED = "z"
 """First letter of a text that is packed; one of JSON begins with a bracket."""
 
 _EACH = ("sequence", "age_s", "state")
-"""What differs between calls of one kind."""
+"""Fields that differ between calls of one kind."""
 
 
 class RankTuple(tuple[int, ...]):

@@ -26,9 +26,9 @@ from torchdistpackage.launch.supervisor import noted_stopped
 from torchdistpackage.topology.mesh import Topology
 
 GATHER_S = 4.0
-"""For the words of ranks that are alive; then those that have come are put together."""
+"""Seconds to wait for the reports of live ranks; then the report is made of those that came."""
 TAKE_OVER_S = 1.5
-"""After which the next rank writes the report, if the one whose turn it is does not."""
+"""Seconds after which the next rank writes the report, if the one whose turn it is does not."""
 END_S = 9.0
 """Seconds after the alarm at which a rank exits, with or without a report; with thousands of ranks
 later (`end_s`)."""

@@ -15,7 +15,7 @@ from weakref import WeakMethod
 FOREIGN = "a thread that Python did not start, as autograd's of a device"
 """Heads the stack of one."""
 HELD_S = 3.0
-"""After which the stacks of an interpreter that is held are written."""
+"""Seconds after which the stacks of a held interpreter are written."""
 
 
 def loop_of(stacks: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from torchdistpackage.schedule.actions import parse_action
 from torchdistpackage.text import ranks_listed
 
 _ONE_SHAPE = ("all_reduce", "broadcast")
-"""In other collectives members may hold shapes of their own."""
+"""Collectives in which all members have one shape; in others shapes may differ."""
 _OTHER_END = {"send": "receive", "receive": "send"}
 """Ranks that are listed one by one, where more of them say the same."""
 

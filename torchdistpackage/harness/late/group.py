@@ -201,7 +201,7 @@ def _create(options, _) -> LateGroup:
 
 
 _mirrored: list[object] = []
-"""Not empty while this process stands for a whole world."""
+"""Worlds for which this process stands alone; empty outside of `mirror`."""
 
 
 def register() -> None:

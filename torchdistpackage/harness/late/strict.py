@@ -48,7 +48,7 @@ _PACKAGE = str(Path(__file__).parents[2])
 _ARGUMENTS = str(Path(_PACKAGE, "launch"))
 """Unpacks a user's arguments."""
 _LAYERS = str(Path(_PACKAGE, "models")), str(Path(_PACKAGE, "parallel"))
-"""Their modules are made where a user makes them, and moved as a whole."""
+"""Modules of these packages are made where a user makes them, and moved as a whole."""
 _KEPT = 4096
 _DTYPES = {
     torch.float16,
@@ -63,7 +63,7 @@ _DTYPES = {
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 }
-"""What torch hands to NCCL."""
+"""Dtypes that torch passes to NCCL."""
 _HOST = torch.device("cpu")
 _device_of = torch.Tensor.device.__get__
 

@@ -28,9 +28,9 @@ from torchdistpackage.harness.late.orders import LATE, Order
 from torchdistpackage.thread_ranks.own_backend import Tensors
 
 COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default}
-"""Between the host and the device they block the host."""
+"""Copies between host and device, which block the host."""
 _PATIENCE_S = 0.02
-"""How long a call that is to complete before its wait may take."""
+"""Limit in seconds for a call that the order completes before its wait."""
 _METADATA = {
     "as_strided_", "detach_", "empty_like", "full_like", "is_pinned", "is_same_size", "new_empty",
     "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones_like", "rand_like",

@@ -36,9 +36,10 @@ from torchdistpackage.thread_ranks.run import Trace, run_ranks
 from torchdistpackage.topology.mesh import Size, Topology, topology
 
 Before = Callable[[PendingOp, Sequence[P2POp]], Iterator[PendingOp]]
-"""What is waited for before an entry with these messages is issued."""
+"""A function that yields the entries that are waited for before an entry with these messages is
+issued."""
 Groups = dict[LintGroup, LintGroup]
-"""For each group in the traces the one that stands for it."""
+"""Maps each group in the traces to the group that stands for it."""
 
 FIRST_USE = OpSignature("first use")
 CONNECTS = (("connects", "the pair"),)

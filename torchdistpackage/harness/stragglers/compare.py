@@ -74,18 +74,18 @@ class Phases:
         self, device: torch.device | None = None, event: Callable[[], TimingEvent] = cuda_event
     ):
         self.on_device = device is not None and device.type == "cuda"
-        """Whether what is measured is the time of a stream."""
+        """True if the measured time is that of a stream."""
         self._event = event
         self.clock_s = time.monotonic if self.on_device else cpu_wait_clock()
         self.changes: list[tuple[str, float]] | None = None
         """A list to note each phase in with the time it began at, "" after the last; or None."""
         self.began_s = 0.0
-        """When the last step began, by time.monotonic."""
+        """Start of the last step, by time.monotonic."""
         self._phases: dict[str, _PhaseContext] = {}
         self._outer: list[str] = []
         self._current = ""
         self._marks: list[Mark] | None = None
-        """Of the step under way; between two steps nothing is kept."""
+        """Marks of the step under way; None between two steps."""
         self._steps: deque[tuple[int, list[Mark]]] = deque(maxlen=KEPT)
 
     def __call__(self, name: str) -> AbstractContextManager[None]:

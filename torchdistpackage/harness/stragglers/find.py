@@ -21,20 +21,20 @@ SPOKEN = {
     "optimizer": "the optimizer",
 }
 PHASES = tuple(SPOKEN)
-"""What is compared. In other phases, as "reduce", a rank does little but wait."""
+"""Phases that are compared. In others, such as "reduce", a rank does little but wait."""
 
 WINDOW = 10
 """Steps that are judged together."""
 MIN_STEPS = 8
-"""With fewer steps no rank is named, and no cost is known."""
+"""Smallest number of steps from which a rank is named or a cost is measured."""
 STEPS_ALIKE = 0.8
 """Part of the steps that have to agree; the others may be anything."""
 MIN_EXCESS_S = 0.005
 MIN_OF_STEP, MIN_OF_PHASE = 0.01, 0.05
 """Parts of a rank's busy step, and of the peers' time: less is how machines differ."""
 MIN_OF_SPREAD, CLEAR_OF_SPREAD = 1.6, 3.2
-"""From where on it is more than chance, and one window is enough to say so; in units of how far the
-difference lies from its own median in the steps that agree."""
+"""Smallest excess that is more than chance, and that which one window is enough to report. The unit
+is the distance of the difference from its own median in the steps that agree."""
 
 Times = Mapping[str, Sequence[Sequence[float]]]
 """Busy seconds, [phase][rank][step of the window]."""
@@ -44,7 +44,7 @@ ROUGH, CLOSE = 1.0, 0.15
 """By what part of the expected time a planned cost may be wrong, and a measured one."""
 
 QUIET_WINDOWS = 2
-"""After this many windows without it a straggler is over."""
+"""Number of windows without it after which a straggler is over."""
 CHANGE = 2.0
 """A straggler whose delay grew or fell by this factor is reported again."""
 

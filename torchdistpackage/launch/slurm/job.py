@@ -30,7 +30,7 @@ _SIGNAL_S = 30
 """Least seconds between Slurm's own signal and the job's end; Slurm may send it a minute early."""
 TRAIN = ("-u", "-P", "-m", "torchdistpackage", "train")
 MAX_RUNS = 1000
-"""As many tasks as Slurm takes in one array by default."""
+"""Largest sweep: Slurm's default limit on the tasks of one array."""
 
 
 @dataclass(frozen=True, slots=True)

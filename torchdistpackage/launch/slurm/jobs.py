@@ -39,7 +39,7 @@ from torchdistpackage.run_files import RunDir
 
 log = logging.getLogger(__name__)
 _LOST = re.compile(r"timed? ?out|contact|connect|communicat|send|recv|message", re.IGNORECASE)
-"""In what sbatch says when it is the answer of the controller that failed, not the request."""
+"""Parts of sbatch's errors that mean that the controller's answer failed, and not the request."""
 _CLOCKS_DIFFER_S = 60.0
 _SQUEUE = ("squeue", "-h", "--me", "-t", "all", "-o", "%F|%V|%o")
 _TRIES_S = (0.0, 1.0, 3.0)

@@ -43,7 +43,7 @@ _HARDWARE = (
         r"ncclremoteerror|remote process exited or there was a network error",
     ),
 )
-"""What it is, and the texts by which CUDA, its driver and NCCL say so."""
+"""Hardware faults, and the texts by which CUDA, its driver and NCCL report them."""
 
 _DOWN = re.compile(r"(down|fail|failing)\*?", re.IGNORECASE)
 """States of a node that broke; one that is drained or powered off did not."""

@@ -159,7 +159,7 @@ SQUEUE_FIELDS = (
     "NodeList:4000",
     "Reason:200",
 )
-"""With widths, as squeue cuts a field that has none at 20 characters."""
+"""Fields with widths, as squeue cuts a field without a width at 20 characters."""
 SEPARATOR = "|"
 SQUEUE = ("squeue", "-h", "-r", "-t", "all", "-O", ",".join(f + SEPARATOR for f in SQUEUE_FIELDS))
 SACCT_FIELDS = ("JobID", "State", "ExitCode", "ElapsedRaw", "NodeList", "Reason")

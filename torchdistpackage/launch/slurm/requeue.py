@@ -33,12 +33,14 @@ EXIT_TEMPFAIL = 75
 EXIT_REQUEUE_DENIED = 76
 """Exit code of a job that could not be requeued, or whose ranks left no decision."""
 NODE_SILENT = "a node that the ranks need starts no task"
-"""In a decision of the batch script, whose ranks came to none."""
+"""The reason in a decision that the batch script made because its ranks made none."""
 _QUANTILE = 0.98
-"""Of the durations seen: high, because one step too many costs all steps since the last save."""
+"""Quantile of measured durations. It is high, because one step too many costs all steps since the
+last save."""
 _UNKNOWN_SAVE_STEPS = 10
 _UNKNOWN_SAVE_S = 10.0
-"""Before the first save is measured it is taken for ten steps, and for 10 s at least."""
+"""Least assumed seconds of a save before one was measured; otherwise it is assumed to take ten
+steps."""
 _WAITS_S = (0.0, 1.0, 4.0)
 
 

@@ -12,17 +12,19 @@ from torchdistpackage.launch.slurm.job import BatchJob
 from torchdistpackage.launch.slurm.requeue import NODE_SILENT, RequeueDecision
 
 IGNORE_SIGNALS_UNTIL_READY = 'trap "" HUP USR1 USR2; exec "$@"'
-"""For sh -c: a Python that is still starting would end on a signal that asks it to save."""
+"""Text for sh -c: without it a Python that is still starting would end on a signal that asks it to
+save."""
 _ANSWERS_S = 30
 """Within which a node that is well starts a task."""
 _LOOK_S = 30
-"""Between two looks whether the first node is still of the job."""
+"""Seconds between two looks whether the first node still belongs to the job."""
 _STEP = "tdp_ranks"
 """Name of the step of the ranks, by which it is ended."""
 _SLURMD_TIMEOUT_S = 300
 """Slurm's default of how long a node may be silent."""
 _STEP_ENDS_S = 60
-"""As long a step on a live node waits for the end of those on others, and Slurm for processes."""
+"""Seconds for which a step on a live node waits for the end of those on others, and Slurm for
+processes."""
 
 
 def goes_on_with_fewer(job: BatchJob) -> bool:

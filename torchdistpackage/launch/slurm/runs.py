@@ -43,13 +43,13 @@ _TAIL_BYTES, _MOST_CONFIG = 1 << 16, 1 << 24
 _STEPS = re.compile(r"^train:\n(?:[ #].*\n|\n)*? +steps: *(\d+)", re.MULTILINE)
 _RECORDS = RunDir(Path()).records.as_posix()
 _CLOCKS_DIFFER_S = 5.0
-"""Between the machine that submits and the nodes."""
+"""Largest assumed difference between the clocks of the machine that submits and the nodes."""
 _POLL_S = 0.5
 _ASK_S = 5.0
 """Slurm is asked seldom: every question costs its controller something."""
 RUNNING, UNKNOWN = "running", "unknown"
 _STATES = {"requeue": "requeued", "chain": "chained", "again": "restarted", "stop": "stopped"}
-"""What became of a run by the word of the decision that ended its last start."""
+"""The state of a run by the word of the decision that ended its last start."""
 _OUTCOMES = {
     RUNNING: Outcome.ALIVE,
     "finished": Outcome.SUCCEEDED,

@@ -70,7 +70,7 @@ _ADVICE = (
     ("policy", "a limit of your account; ask for less, or wait for your other jobs"),
     ("contact", "the controller is away; see `scontrol ping`; submit again later"),
 )
-"""What sbatch says, in part, and what to do about it."""
+"""Maps a part of sbatch's error to advice."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchdistpackage.errors import LayoutError
 
 HEAD_DIM = 1
-"""Of keys and values (batch, heads, tokens, width)."""
+"""Dim of the heads in keys and values (batch, heads, tokens, width)."""
 Place = tuple[Any, Any]
 """A container, and the key of a tensor in it."""
 

@@ -17,8 +17,8 @@ from torchdistpackage.parallel.expert.dispatch import Dispatch
 _GROUPED = (torch.float32, torch.bfloat16)
 """Types of torch's grouped product."""
 _ROWS = 2048
-"""At most so many are computed at once, so that what one operation writes the next one reads from
-the processor's cache."""
+"""Largest number of rows that are computed at once, so that the next operation reads from the
+processor's cache what the last one wrote."""
 
 _aten = torch.ops.aten
 

@@ -23,7 +23,7 @@ QUEUED_CHUNK_BYTES = 2**22
 MAX_CHUNKS = 4
 
 Rows = slice
-"""Of a whole sequence."""
+"""Rows of a full sequence."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from torchdistpackage.parallel.tensor.linear import Linear
 
 E4M3 = torch.float8_e4m3fn
 MULTIPLE = 16
-"""Of both features of a weight here: what the units of a GPU take."""
+"""Number that must divide both features of a rank's weight, as the GPU's units require."""
 CAPABILITY = (8, 9)
 """The first one with float8: Ada, Hopper after it."""
 

@@ -23,7 +23,8 @@ from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.tensor.embedding import check_ids, vocab_range
 
 CACHED_BYTES = 1 << 20
-"""Of logits that a CPU looks at together: what its cache keeps from one operation to the next."""
+"""Bytes of logits that a CPU processes at a time, so that its cache keeps them between operations.
+"""
 BLOCK_BYTES = 1 << 28
 """The same on a GPU, where few large operations count."""
 

@@ -33,7 +33,7 @@ from torchdistpackage.topology.mesh import Mesh
 _ADAPTED = ".base_layer"
 """Where peft's layers have the one that they adapt."""
 _ADAPTER_NAME = ".default"
-"""Between the name of an adapter's factor and its weight."""
+"""The part of a parameter's name between an adapter's factor and its weight."""
 
 
 def parallelize(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Product = Callable[..., Tensor]
-"""Of x, weight and bias, as `torch.nn.functional.linear`."""
+"""A function of x, weight and bias, like `torch.nn.functional.linear`."""
 
 
 def multiply(

@@ -33,13 +33,14 @@ KNOWN = {getattr(Tensor, name).__get__ for name in ALIKE}
 KNOWN |= {Tensor.is_floating_point, Tensor.is_complex, Tensor.dim}
 """What is asked of a tensor that its parts have alike."""
 OUTLINE = {Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__}
-"""What the shape of the whole tells."""
+"""Attributes that follow from the shape of the full tensor."""
 WRITES = ("__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 CALLS = ("forward", "_call_impl")
 """Functions of a module that run in a forward; hooks run in the second."""
 PACKAGE = __name__.partition(".")[0] + "."
 RESUMED = "torch_dynamo_resume_in_"
-"""Before the name of a function that a graph breaks off, and `_at_` a line behind it."""
+"""Prefix of the name of a function at which a graph broke off; `_at_` and a line follow the name.
+"""
 CHECKPOINT = "torch/utils/checkpoint.py"
 
 

@@ -26,11 +26,11 @@ TRACKERS = {
 }
 """By name in strings, so that a library is loaded by the run that uses it alone."""
 FOLDERS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlruns"}
-"""What each makes in the run folder."""
+"""The folder that each service writes in the run folder."""
 PICTURES = (PLOT, PICTURE)
 _LOOK_S, _AGAIN_S = 1.0, 30.0
 _END_S, _FAILED_END_S = 20.0, 5.0
-"""How long the end of a start waits for trackers: a job may have little time left."""
+"""Limits in seconds for trackers at the end of a start: a job may have little time left."""
 
 
 class TrackerFeed:

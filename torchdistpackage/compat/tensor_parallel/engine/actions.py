@@ -21,7 +21,7 @@ class StateAction(ABC):
     """Part of a tensor for a rank, and the tensor again from the parts of all ranks."""
 
     is_shared = False
-    """Whether some element is held by several ranks, so that their gradients are summed."""
+    """True if several ranks hold some element, so that their gradients are summed."""
 
     @abstractmethod
     def __call__(self, tensor: Tensor, rank: int) -> Tensor: ...

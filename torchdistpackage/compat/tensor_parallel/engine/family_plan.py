@@ -34,7 +34,8 @@ from torchdistpackage.layout.partition import even_sizes
 from torchdistpackage.layout.table import AttentionCut, LayerCut
 
 EXPERT_INPUTS = (0, 2)
-"""Of transformers' stacked experts: tokens, and the weights that multiply partial products."""
+"""Inputs of transformers' stacked experts that need a gradient sum: tokens, and the weights that
+multiply partial products."""
 
 
 def plan_for(module: Any, num: int) -> Config | None:

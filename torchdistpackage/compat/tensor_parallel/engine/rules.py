@@ -28,7 +28,8 @@ from torchdistpackage.parallel.auto.reporting import LOG
 Target = int | str
 """Position of an argument or output, or its name."""
 Actions = dict[Target, Any]
-"""What is done with each: a text, such as "sum" or "gather -1", or f(value, rank=...)."""
+"""Maps each input or output to its action: a text, such as "sum" or "gather -1", or f(value,
+rank=...)."""
 
 Entrances = dict[Target, tuple[str, ...]]
 """Layers that read each."""

@@ -42,7 +42,7 @@ SIZES = (
     "out_channels",
     "groups",
 )
-"""What torch's layers note of their weights."""
+"""Attributes in which torch's layers note the sizes of their weights."""
 
 
 def make_shard(

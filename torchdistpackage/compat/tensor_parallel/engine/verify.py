@@ -44,7 +44,7 @@ It is half the digits of float32: sums in another order differ by some EPS, also
 float64, of which some norms compute in float32.
 """
 LIBRARIES = ("torch", "torchdistpackage", "transformers", "peft")
-"""Whose hooks may be called once more."""
+"""Libraries whose hooks a trial may call once more."""
 NUM_TRIALS = 3
 
 
