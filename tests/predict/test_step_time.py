@@ -195,6 +195,43 @@ def test_adapters_have_the_parameters_of_their_two_matrices() -> None:
     assert adapter_parameters(LLAMA3_8B, joined) == 16 * (attention + mlp - 3 * 4096)
 
 
+def test_an_optimizer_of_many_kernels_moves_more_bytes() -> None:
+    layout = StepLayout(8, 4096, 1, 1, zero=3)
+    fused, foreach = (
+        step_time(LLAMA3_8B, replace(layout, optimizer=kernels), H100).terms["optimizer"]
+        for kernels in ("fused", "foreach")
+    )
+    assert foreach == pytest.approx(fused * 92 / 34)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_copies_of_fsdp_are_of_every_parameter_on_one_device(tied: bool) -> None:
+    """Shards are cast and gathered weights copied out twice (4 + 2 and 2 + 2 bytes), gradients
+    copied in (2 + 4), and all but the first of four microbatches added up (12)."""
+    sizes, layout = replace(LLAMA3_8B, tied=tied), StepLayout(1, 4096, 1, 4, zero=3)
+    none, copied = (
+        step_time(sizes, replace(layout, copies=copies), H100).terms["compute"]
+        for copies in ("none", "all")
+    )
+    num_bytes = 4 * (2 * (6 + 4) + 6 + 12 * 3 / 4) * sizes.parameters
+    seconds = num_bytes / (H100.memory_bytes_per_s * H100.fit.memory)
+    assert copied - none == pytest.approx(seconds)
+
+
+def test_clamped_gates_are_computed_again_with_the_activation() -> None:
+    layout = StepLayout(8, 4096, 1, 1, expert=8, attention="flash3")
+    plain, clamped = (
+        step_time(QWEN3_30B, replace(layout, clamps=clamps, recompute="elementwise"), H100).terms
+        for clamps in (False, True)
+    )
+    # 8 experts of 768 numbers for each token in each block; 2 us a kernel beside
+    numbers = QWEN3_30B.layers * 4096 * 8 * 768
+    speed = H100.memory_bytes_per_s * H100.fit.memory
+    more = {term: clamped[term] - plain[term] for term in ("compute", "recompute")}
+    assert more["compute"] == pytest.approx(36 * numbers / speed, rel=0.2)
+    assert more["recompute"] == pytest.approx(16 * numbers / speed, rel=0.2)
+
+
 def test_a_host_that_starts_each_expert_holds_up_a_small_micro_batch() -> None:
     few, many = (
         step_time(QWEN3_30B, StepLayout(8, 4096, m, 16 // m, expert=8, attention="flash3"), H100)

@@ -27,6 +27,10 @@ order of rows (Megatron-LM, megatron/core/transformer/moe)."""
 EXPERT_BIAS_CALLS = 2.0, 12.0
 """The same for the bias of one expert: a multiplication and an addition forward; backward two of
 each, casts, and the gradients of two biases with their hooks (`_apply_bias` there)."""
+CLAMP_BYTES = 16, 20
+"""Bytes of clamped gates and ups, forward and backward, for each number that leaves the activation:
+two clamps and the copy that joins their results; backward those of the clamps and of the split
+(Megatron-LM, megatron/core/fusions/fused_bias_geglu.py, `weighted_bias_quick_geglu_impl`)."""
 ATTENTION_MATMULS = ("q", "k", "v", "q k v", "attention output")
 
 
@@ -160,6 +164,11 @@ class LayerCosts:
         for op in self._inputs(widths, each, "up" if z.gated else "", here):
             yield replace(op, calls=(here - 1.0, 2.0 * (here - 1)))
         yield self._activation("activation", routed * hidden)
+        if x.clamps:
+            clamped = self._elementwise(
+                "activation clamp", routed * hidden, CLAMP_BYTES, CLAMP_BYTES, 3
+            )
+            yield replace(clamped, kernels=3)
         down = self._linear("expert down", each, z.dim, hidden, count=here)
         yield replace(down, calls=(here - 1.0, 2.0 * (here - 1)))
         if x.expert_bias:
@@ -298,7 +307,8 @@ class LayerCosts:
         share = x.recompute_share if again else 0.0
         kernels = sum(op.kernels for op in ops)
         repeated = share * sum(op.kernels for op in again)
-        copied = self._copied()
+        shared = shares(self.sizes, x)
+        copied = self._copied([(count, ranks) for count, ranks, _ in shared])
         time = BlockTime(
             forward + self._launches(kernels) + copied[0],
             backward + self._launches(2 * kernels) + copied[1],
@@ -314,14 +324,20 @@ class LayerCosts:
         self._expert(time, rerun)
         return time
 
-    def _copied(self) -> tuple[float, float]:
-        """Seconds to copy a block's gathered weights out of their buffer, forward and again
-        backward, and its gradients into theirs, on the stream of the matmuls."""
+    def _copied(self, shared: list[tuple[float, int]]) -> tuple[float, float]:
+        """Seconds to bring shards of weights to their dtype and to copy gathered weights out of
+        their buffer, forward and again backward, to copy gradients into theirs, and to add up
+        shards of gradients over microbatches, on the stream of the matmuls. shared: parameters,
+        and the ranks that share them."""
         x = self.layout
         if x.copies == "none":
             return 0.0, 0.0
-        count = sum(each for each, ranks, _ in shares(self.sizes, x) if ranks > 1 or x.ranks == 1)
+        here = [(count, ranks) for count, ranks in shared if ranks > 1 or x.ranks == 1]
+        count = sum(count for count, _ in here)
         there = 2 * x.weight_bytes * count if x.copies == "all" else 0.0
+        sharded = sum(count / ranks for count, ranks in here)
+        if not x.lora:  # frozen weights are narrow
+            there += (4 + x.weight_bytes) * sharded
         if x.lora:
             return self._bytes(there), self._bytes(there)
         # both bring gradients to the dtype that is reduced; flat parameters are joined before
@@ -329,7 +345,9 @@ class LayerCosts:
         cast = x.item_bytes + x.reduce_bytes
         if x.copies == "gradients" and x.reduce_bytes == x.item_bytes:
             cast = 0
-        return self._bytes(there), self._bytes(there + (joined + cast) * count)
+        # the first microbatch of a step has no shard to add to
+        added = 12 * sharded * (1 - 1 / x.num_microbatches)
+        return self._bytes(there), self._bytes(there + (joined + cast) * count + added)
 
     def _is_repeated(self, op: Operation) -> bool:
         match self.layout.recompute:
@@ -338,7 +356,7 @@ class LayerCosts:
             case "attention":
                 return op.kind == "scores"
             case "elementwise":
-                return "norm" in op.name or op.name == "activation"
+                return "norm" in op.name or op.name.startswith("activation")
             case "matmuls":
                 return op.kind == "elementwise" or op.repeats
             case "blocks":
@@ -410,12 +428,19 @@ class LayerCosts:
     # -- the ends ---------------------------------------------------------------------------
 
     def embedding(self) -> BlockTime:
-        """The look-up of the tokens and the sum of its gradient."""
-        x = self.layout
-        numbers = x.tokens * self.sizes.dim / (x.tensor if x.sequence_parallel else 1)
-        item = x.item_bytes
-        seconds = self._bytes(2 * item * numbers), self._bytes(3 * item * numbers)
-        return BlockTime(*seconds, 0.0, [1.0, 3.0])
+        """The look-up of the tokens and the sum of its gradient, which is dense: it is set to zero,
+        and a head that is the same table adds its own."""
+        x, z = self.layout, self.sizes
+        numbers = x.tokens * z.dim / (x.tensor if x.sequence_parallel else 1)
+        item, table = x.item_bytes, z.vocab_parameters / x.tensor
+        dense = 0.0 if x.lora else (4 if z.tied else 1) * item * table
+        there, back = self._copied([(table, x.sharers)])
+        return BlockTime(
+            self._bytes(2 * item * numbers) + there,
+            self._bytes(3 * item * numbers + dense) + back,
+            0.0,
+            [1.0, 3.0],
+        )
 
     def head(self) -> BlockTime:
         """The last norm, the logits and the loss."""
@@ -431,9 +456,11 @@ class LayerCosts:
         there, back = {"eager": (22, 30), "narrow": (8, 12), "fused": (8, 6)}[x.loss]
         logits = x.tokens * vocab
         norm = self._norm("last norm", x.tokens * z.dim)
+        # a tied one is copied with the embedding
+        copied = self._copied([] if z.tied else [(z.vocab_parameters / x.tensor, x.sharers)])
         time = BlockTime(
-            forward + self._bytes(there * logits) + norm.forward + self._launches(4),
-            backward + self._bytes(back * logits) + norm.backward + self._launches(8),
+            forward + self._bytes(there * logits) + norm.forward + self._launches(4) + copied[0],
+            backward + self._bytes(back * logits) + norm.backward + self._launches(8) + copied[1],
             0.0,
             [4.0, 8.0],
         )

@@ -145,8 +145,8 @@ def _korthikanti(
 
 
 def _fsdp(ranks: int, seq_len: int, micro_batch: int, times: int = 1, **more: object) -> StepLayout:
-    """A layout of FSDP, with PyTorch's own loss unless it says otherwise."""
-    given = {"loss": "eager", "copies": "all", **more}
+    """A layout of FSDP, with PyTorch's own loss and optimizer unless it says otherwise."""
+    given = {"loss": "eager", "optimizer": "foreach", "copies": "all", **more}
     return StepLayout(ranks, seq_len, micro_batch, times, zero=3, **given)  # type: ignore[arg-type]
 
 
@@ -162,7 +162,10 @@ _EAGER = (
     "compiled blocks run as eager ones, since attention breaks the graph inside a checkpoint, "
     "which torch.utils.checkpoint then leaves to eager mode"
 )
-_EXPERT_BIAS = "biases of experts are added expert by expert in float32, as Megatron-LM does"
+_EXPERT_BIAS = (
+    "biases of experts are added expert by expert in float32, and gates are clamped before the "
+    "fused activation, as Megatron-LM does"
+)
 
 
 def _mlperf_lora(recomputed: int = 0) -> StepLayout:
@@ -186,7 +189,16 @@ def _mlperf_lora(recomputed: int = 0) -> StepLayout:
 def _gpt_oss(expert: int) -> StepLayout:
     """The layout of GPT-OSS 120B on 64 GPUs without a pipe."""
     return StepLayout(
-        64, 4096, 4, 5, expert=expert, zero=1, attention="flash3", joins=True, expert_bias=True
+        64,
+        4096,
+        4,
+        5,
+        expert=expert,
+        zero=1,
+        attention="flash3",
+        joins=True,
+        expert_bias=True,
+        clamps=True,
     )
 
 
@@ -426,11 +438,12 @@ ROWS: tuple[PublishedStep, ...] = (
                 attention="flash3",
                 joins=True,
                 expert_bias=True,
+                clamps=True,
             ),
             seconds,
             "G",
             _EXPERT_BIAS,
-            {"expert_bias": False},
+            {"expert_bias": False, "clamps": False},
         )
         for letter, batch, seconds in (("a", 1280, 13.67), ("b", 512, 5.82))
     ),
@@ -551,7 +564,7 @@ ROWS: tuple[PublishedStep, ...] = (
             _tokens_s(1280, 4096, tokens, 64),
             "G",
             _EXPERT_BIAS,
-            {"expert_bias": False},
+            {"expert_bias": False, "clamps": False},
         )
         for device, letter, expert, tokens in (
             ("b200", "a", 64, 8047),
@@ -596,6 +609,7 @@ ROWS: tuple[PublishedStep, ...] = (
                 recompute="matmuls",
                 float8=True,
                 loss="fused",
+                optimizer="fused",
                 weight_bytes=1,
             ),
             2 * 8192 / tokens,

@@ -27,6 +27,11 @@ AttentionKernel = Literal["unfused", "flash2", "flash3"]
 """flash3 stands for every kernel made for Hopper or later, that of cuDNN too."""
 
 
+OptimizerKernels = Literal["fused", "foreach"]
+"""fused: AdamW is one kernel over a parameter. foreach: one kernel an operation of it, as PyTorch
+has it unless told otherwise."""
+
+
 @dataclass(frozen=True, slots=True)
 class TransformerSizes:
     """A decoder's sizes. hidden: width of an MLP, or of each expert. gated: the MLP has three
@@ -102,13 +107,14 @@ class StepLayout:
     at the last tensor that the backward needs, as torch.utils.checkpoint does without reentry.
     lora: rank of adapters on linear layers, the rest is frozen; 0: all is trained. lora_mlp: the
     MLP has them too. shards_frozen: ZeRO 3 shards frozen weights, as FSDP does.
-    kernels, loss: of the blocks, and of the loss.
+    kernels, loss, optimizer: of the blocks, of the loss, and of AdamW.
     overlaps_data: gradients and weights travel while the ranks compute. tensor_overlap: the same
     for matmuls of tensor ranks, in chunks. dedups: a token goes once to a rank that has several of
     its experts. graphs: the host replays recorded launches. copies: what ZeRO 3 copies to and from
     the buffers that it sends: nothing; gradients, as the flat parameters of FSDP1 do; or all, as
     FSDP2 does, whose parameters are DTensors. expert_bias: experts have biases, which Megatron-LM
-    adds expert by expert in float32.
+    adds expert by expert in float32. clamps: gate and up of experts are clamped, each in a kernel
+    of its own, and joined again by a copy, as Megatron-LM does before its fused activation.
     """
 
     ranks: int
@@ -135,6 +141,7 @@ class StepLayout:
     reduce_bytes: float = 4
     kernels: Kernels = "fused"
     loss: Loss = "fused"
+    optimizer: OptimizerKernels = "fused"
     attention: AttentionKernel = "flash2"
     dropout: bool = False
     lora: int = 0
@@ -145,6 +152,7 @@ class StepLayout:
     graphs: bool = False
     copies: Literal["none", "gradients", "all"] = "none"
     expert_bias: bool = False
+    clamps: bool = False
     rounds: int = 1
     exchanges: int = 0
     blocks: tuple[float, ...] = ()
