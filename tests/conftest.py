@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import gc
 import os
+import re
 import signal
 import sys
 import warnings
@@ -62,6 +64,8 @@ PRELOAD = {
 """Folder -> what its ranks import, once for all: a first optimizer alone imports torch._dynamo,
 which takes seconds. Of other folders all. What the ranks of one file import besides, that file
 names as `RANKS_IMPORT`."""
+_ON_RANKS = re.compile(r"^def test_\w+\([^)]*\b(?:ranks|pool|tdp|forks)\b", re.MULTILINE)
+_RANKS_IMPORT = re.compile(r"^RANKS_IMPORT = (\([^)]*\))", re.MULTILINE)
 OWN_TRANSPORT = pytest.StashKey[dict[str, str]]()
 """Bodies there that test gloo's own transport -> why."""
 
@@ -78,19 +82,57 @@ LEFT_OUT = pytest.StashKey[LeftOut | None]()
 """What no items are made of; None where all are made, as where cases are asked for by name."""
 
 
+EARLY = pytest.StashKey["RankPool"]()
+"""Ranks whose server began before the tests were collected."""
+
+
 @pytest.fixture(scope="session")
 def pool(request: pytest.FixtureRequest) -> Generator[RankPool]:
-    from torchdistpackage.testing import RankPool
-
+    if early := request.config.stash.get(EARLY, None):
+        yield early
+        return
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    preload = [x for item in items for x in PRELOAD.get(_folder_of(item), _TRANSFORMERS)]
+    preload = [x for item in items for x in PRELOAD.get(_folder_of(item.path), _TRANSFORMERS)]
     preload += [x for item in items for x in getattr(item.module, "RANKS_IMPORT", ())]
-    with RankPool(preload=[*dict.fromkeys(preload)], warnings=deprecations.FILTERS) as pool:
+    with _pool(preload) as pool:
         yield pool
 
 
-def _folder_of(item: pytest.Item) -> str:
-    return item.path.relative_to(Path(__file__).parent).parts[0]
+def _pool(preload: Sequence[str]) -> RankPool:
+    from torchdistpackage.testing import RankPool
+
+    return RankPool(preload=[*dict.fromkeys(preload)], warnings=deprecations.FILTERS)
+
+
+def _folder_of(path: Path) -> str:
+    return path.relative_to(Path(__file__).parent).parts[0]
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Let the server of ranks import what one file needs while that file is collected.
+
+    Each imports torch, which takes most of the time of one test.
+    """
+    config = session.config
+    paths = {Path(argument.partition("::")[0]).resolve() for argument in config.args}
+    refused = config.option.collectonly or config.pluginmanager.has_plugin("tests.no_torch")
+    if len(paths) != 1 or refused:
+        return
+    (path,) = paths
+    if not path.is_file() or not path.is_relative_to(Path(__file__).parent):
+        return
+    text = path.read_text("utf-8")
+    if _ON_RANKS.search(text):
+        named = _RANKS_IMPORT.search(text)
+        imports = ast.literal_eval(named[1]) if named else ()
+        early = _pool([*PRELOAD.get(_folder_of(path), _TRANSFORMERS), *imports])
+        assert early.server.folder  # which starts it
+        config.stash[EARLY] = early
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if early := config.stash.get(EARLY, None):
+        early.close()
 
 
 @pytest.fixture
@@ -184,8 +226,12 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, default)
 
 
-def pytest_collection_finish() -> None:
-    """Leave the collected tests, a million objects, out of each garbage collection."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave the collected tests, a million objects, out of each garbage collection; end ranks that
+    began early and that no test asks for."""
+    early = session.config.stash.get(EARLY, None)
+    if early and not any("pool" in getattr(x, "fixturenames", ()) for x in session.items):
+        early.close()
     gc.collect()
     gc.freeze()
     gc.enable()

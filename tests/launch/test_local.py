@@ -369,3 +369,17 @@ def told_of_a_hang_and_raises() -> None:
 def test_the_report_of_a_hang_outlives_what_is_raised_after_it():
     with pytest.raises(RankError, match="rank 1 of 2 failed: hang: it sleeps"):
         run_local(told_of_a_hang_and_raises, num_procs=2)
+
+
+def test_a_server_that_has_forked_nothing_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As where somebody gives up while it imports."""
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(8)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    server = ForkServer(["slow"])
+    folder = server.folder
+    start_s = time.monotonic()
+    server.close()
+    assert time.monotonic() - start_s < 4
+    assert not folder.exists()

@@ -110,6 +110,7 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         self._folder = Path()
+        self._has_forked = False
         self._running: dict[int, ForkedChild] = {}
         self._channels: list[Channel] = []
 
@@ -195,6 +196,8 @@ class ForkServer:
             return
         atexit.unregister(self.close)
         self._channel.close()
+        if not self._has_forked:  # it has nobody to end, and may still import for seconds
+            self._process.kill()
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:  # the server is stopped; its children die with it
@@ -204,6 +207,7 @@ class ForkServer:
         for channel in self._channels:
             channel.close()
         self._process = self._channel = None
+        self._has_forked = False
         self._channels.clear()
         self._running.clear()
 
@@ -253,6 +257,7 @@ class ForkServer:
         assert isinstance(answer, ForkReply)
         if answer.refused:
             raise LaunchError(f"cannot start {request.target} by fork: {answer.refused}")
+        self._has_forked = True
         return answer.pid
 
     def _death(self) -> str:
