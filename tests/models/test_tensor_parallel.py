@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.distributed import ProcessGroup
 
 from tests.models import coverage, coverage_ranks
 from tests.parallel.auto.families import FAMILIES, FULLY_MASKED
@@ -20,7 +21,7 @@ from tests.parallel.auto.models import (
     twin,
 )
 from tests.train.transformers_ranks import everywhere_float64
-from torchdistpackage import LayoutError, tensor_parallel
+from torchdistpackage import LayoutError, lazy, tensor_parallel
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.families import registry
 from torchdistpackage.models.find_split import shape_of
@@ -125,6 +126,12 @@ def test_layouts_are_those_of_a_run(tmp_path, name):
     small = coverage.settings(name, **({"multi_query": False} if name == "falcon" else {}))
     (tmp_path / "config.json").write_text(json.dumps(small))
     assert coverage_ranks.other_layouts(str(tmp_path)) is None
+
+
+def test_without_the_wing_an_own_module_is_refused_with_what_to_do(monkeypatch):
+    monkeypatch.setattr(lazy, "EXTENSIONS", {})
+    with pytest.raises(LayoutError, match=r"Sequential .*no model of transformers.*ParallelMlp"):
+        tensor_parallel(torch.nn.Sequential(), distributed=True, group=ProcessGroup(0, 2))
 
 
 def with_prompts() -> None:

@@ -70,6 +70,19 @@ def test_a_rule_that_is_wrong_is_refused_with_the_first_module_that_differs(tmp_
     transformers_found._read.cache_clear()
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("family", "num", "heads", "keys"),
+    [("glm", 3, 6, 3), ("starcoder2", 3, 9, 3), ("starcoder2", 5, 10, 5)],
+)
+def test_an_odd_number_of_ranks_shares_attention_by_heads(family, num, heads, keys):
+    sizes = {"hidden_size": heads * 8, "num_attention_heads": heads, "num_key_value_heads": keys}
+    given = settings(family, **sizes)
+    read = transformers_found.found_model(given, num)
+    kinds = {cut.kind for path, cut in read.table.layers.items() if path.endswith("q_proj")}
+    assert read.uncut is None and kinds == {"column"}
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "share"), [("gemma3_text", 0.52), ("qwen3_moe", 0.52), ("gpt_oss", 0.55)]

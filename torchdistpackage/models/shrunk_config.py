@@ -212,9 +212,10 @@ def shrunk(
     """Return the config.json of a small model of the same classes as that of `config_dict`, which
     has all settings of a config.json.
 
-    of_each_kind: layers that the copy keeps of each kind. heads: that it has at most. Whether
-    transformers can make a model of it has to be tried.
+    of_each_kind: layers that the copy keeps of each kind. heads: that it has at most; where they do
+    not divide `WIDTH` it is wider. Whether transformers can make a model of it has to be tried.
     """
+    to_width = WIDTH if WIDTH % heads == 0 else heads * HEAD
     config_dict = _one_entry_a_layer(config_dict)
     small = dict(config_dict)
     layers = _layers_of(config_dict)
@@ -232,13 +233,15 @@ def shrunk(
             inner = cast(dict[str, Any], value)
             small[key] = _shrunk_inside(key, inner, kept_layers, of_each_kind, heads)
         elif isinstance(value, list) and key in _INNER:
-            small[key] = [_inner(x, width) for x in small[key]]
+            small[key] = [_inner(x, width, to_width) for x in small[key]]
         elif isinstance(value, list) and key in ("axial_pos_shape", "axial_pos_embds_dim"):
             small[key] = _FIXED[key]
         elif isinstance(value, list) and key.endswith("token_id"):
             small[key] = [x if x < VOCAB else 2 for x in cast(list[int], value)]
         elif type(value) is int and value > 0:
-            small[key] = _size(key, value, config_dict, width, len(kept_layers), num_experts, heads)
+            small[key] = _size(
+                key, value, config_dict, width, to_width, len(kept_layers), num_experts, heads
+            )
     return small
 
 
@@ -273,14 +276,15 @@ def _size(
     value: int,
     config_dict: Mapping[str, Any],
     width: int,
+    to_width: int,
     layers: int,
     num_experts: int,
     heads: int,
 ) -> int:
     if key in _WIDTHS:
-        return max(round(value * WIDTH / width / HEAD) * HEAD, HEAD)
+        return max(round(value * to_width / width / HEAD) * HEAD, HEAD)
     if key in _INNER:
-        return _inner(value, width)
+        return _inner(value, width, to_width)
     if key in _LAYERS:
         return layers if value == _layers_of(config_dict) else min(value, 2)
     if key in _KEY_HEADS:
@@ -317,9 +321,9 @@ def _size(
     return value
 
 
-def _inner(value: int, width: int) -> int:
+def _inner(value: int, width: int, to_width: int) -> int:
     """Return twice the proportional width, so that each rank has more than one channel."""
-    return max(round(value * WIDTH / (width or value) / HEAD), 2) * HEAD
+    return max(round(value * to_width / (width or value) / HEAD), 2) * HEAD
 
 
 def _is_mamba2(config_dict: Mapping[str, Any]) -> bool:

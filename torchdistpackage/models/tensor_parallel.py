@@ -110,8 +110,10 @@ def tensor_parallel(
     by_plan = extension("tensor_parallel")
     if by_plan is None:
         raise LayoutError(
-            f"this {type(module).__name__} cannot be split by a table: {why}; splitting it by a "
-            "plan needs torchdistpackage.compat, which is not installed"
+            f"this {type(module).__name__} cannot be split by a table: {why}. The engine that "
+            f"plans other splits is torchdistpackage.compat, which this installation lacks; "
+            f"install the whole package, or write the module of the layers of "
+            f"torchdistpackage.parallel (ParallelMlp, ParallelAttention, ColumnLinear, RowLinear)"
         )
     LOG.info("a %s is split by a plan, not by a table: %s", type(module).__name__, why)
     replaced: nn.Module = by_plan(

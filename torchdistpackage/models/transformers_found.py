@@ -220,7 +220,7 @@ def _cut(config_dict: Mapping[str, Any], uncut: FoundModel, tensor: int) -> Foun
     problem = f"transformers makes no small copy of {uncut.class_name} to try it on"
     with ALONE:
         model = on_meta(config_dict, torch.float32)
-        for small in small_models(config_dict, max(num_ranks, 4)):
+        for small in _copies_for(config_dict, num_ranks):
             ids = sample_ids(small.config)
             small_facts = _found(small, small.config, _Tried(unreached=uncut.unreached))
             for choices in CHOICES:
@@ -232,6 +232,16 @@ def _cut(config_dict: Mapping[str, Any], uncut: FoundModel, tensor: int) -> Foun
                     return replace(split_as(uncut, find_cuts(model, uncut, chosen)), order=order)
                 problem = failure
     return replace(uncut, uncut=problem)
+
+
+def _copies_for(config_dict: Mapping[str, Any], num_ranks: int) -> Iterator[nn.Module]:
+    """Yield small copies whose heads, and half as many key-value heads, these ranks can share.
+
+    A class that refuses the width that goes with such heads gets at least a head for each rank.
+    """
+    even = max(num_ranks * (1 + num_ranks % 2), 4)
+    for heads in dict.fromkeys((even, max(num_ranks, 4))):
+        yield from small_models(config_dict, heads)
 
 
 # -- what is tried on a small copy ---------------------------------------------------------------

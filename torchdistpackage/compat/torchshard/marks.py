@@ -75,6 +75,8 @@ class SplitTensor(Tensor):
             rule = rules.RULES.get(name)
             if name in ALL_OR_ANY:
                 return _of_all_ranks(func, name, args, kwargs)
+            if name in EXTREMES and not kwargs and len(args) == 1 and not _needs_grad(args[0]):
+                return _extreme(func, name, args[0])
             if rule is None or getattr(func, "__name__", "") in rules.NUMBERS:
                 raise refusal(name, args, kwargs)
             with _own_draws(args, kwargs) if name in rules.RANDOM else nullcontext():
@@ -125,6 +127,28 @@ ALL_OR_ANY = {
     "allclose": primitives.MIN,
 }
 """Functions whose result over all ranks is true if it is true on all ranks, or on any."""
+
+EXTREMES = {
+    "max": primitives.MAX,
+    "amax": primitives.MAX,
+    "min": primitives.MIN,
+    "amin": primitives.MIN,
+}
+"""Functions of one tensor, called without a dim: the number of the whole is that of all ranks'."""
+
+
+def _needs_grad(x: Tensor) -> bool:
+    return torch.is_grad_enabled() and x.requires_grad
+
+
+def _extreme(func: Callable[..., Any], name: str, x: Tensor) -> Tensor:
+    """Return the largest or smallest number of all slices; all ranks of the group must call."""
+    if x.numel():
+        number = func(x)
+    else:  # an uneven split leaves the last ranks nothing
+        kind = torch.finfo(x.dtype) if x.dtype.is_floating_point else torch.iinfo(x.dtype)
+        number = unmarked(x).new_full((), kind.min if name.endswith("max") else kind.max)
+    return primitives.all_reduce(number, get_group(), EXTREMES[name])
 
 
 def _split(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
