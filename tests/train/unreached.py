@@ -52,8 +52,9 @@ REASONS: dict[str, str] = {
         "`state_dict()` of a loop of your own; a run saves parts by `checkpoint/`"
     ),
     "ddp/zero/offload.py:*": "optimizer state in host memory, which a run does not offer",
-    "ddp/zero/options.py:*": (
-        "called while modules are imported, or for shards inside a node, which a run does not offer"
+    "ddp/zero/options.py:with_options": "called while modules are imported",
+    "ddp/zero/options.py:replica_group": (
+        "names replicas of shards in loops of your own; a run has `parallel.zero_group`"
     ),
     "ddp/zero/stage3.py:*": "compiled modules, and `reshard_after_forward`",
     "ddp/zero/*:whole_shard": "groups of one rank",
