@@ -75,13 +75,13 @@ def _record(plan: Plan, held: Sequence[int]) -> Record:
         recorded = _recorded(recorder._ring)
     with sdpa_kernel(SDPBackend.MATH):  # of whose matmuls the counter knows
         flops = _flops(plan, stage, held)
-    kept = [layer.kept_bytes for layer in stated]
+    is_stated = all(layer.is_exact for layer in stated) and not of.recomputed
     return Record(
         " + ".join(layer.layer for layer in stated),
         (recorded, +calls),
         (flops[0], sum(layer.flops for layer in stated)),
         flops[1],
-        None if None in kept or of.recomputed else (saved, sum(x or 0 for x in kept)),
+        (saved, sum(layer.kept_bytes for layer in stated)) if is_stated else None,
     )
 
 

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 
 from torchdistpackage.cli._common import wrap
+from torchdistpackage.cli._memory import peak_line
 from torchdistpackage.config.job_geometry import JobGeometry
 from torchdistpackage.plan.expert_plan import expert_plan
+from torchdistpackage.plan.memory_fit import unpredicted_memory
 from torchdistpackage.plan.run_plan import Plan, num_parameters, num_trained, stage_loads
 from torchdistpackage.plan.traffic import between_nodes, busiest, uncounted
 from torchdistpackage.text import size_text
@@ -24,6 +26,7 @@ def summary(
     passes: Sequence[str],
     time: str | None = None,
     ranks_per_node: int | None = None,
+    device: str | None = None,
 ) -> str:
     """Return the layout, memory, schedule, communication and job of a run.
 
@@ -33,9 +36,10 @@ def summary(
         passes: lines about the epochs of the run.
         time: the predicted step, if a device is named.
         ranks_per_node: tells apart the bytes between nodes.
+        device: whose memory limits a rank, if not that of the job.
     """
     lines = [
-        *_memory(plan),
+        *_memory(plan, device),
         *_schedule(plan),
         *_bytes(plan, ranks_per_node),
         *(() if time is None else (("step time", time),)),
@@ -48,12 +52,12 @@ def summary(
     ]
     if (left := len(warnings) - _SHOWN) > 0:
         lines.append(("warning", f"{left} more (--all shows them)"))
-    options = "--groups, --bytes, --sbatch, or --all for everything"
+    options = "--groups, --bytes, --memory, --sbatch, or --all for all"
     lines.append(("details", options))
     return "\n".join(wrap(f"{label:<{_WIDTH}}{text}", indent=" " * _WIDTH) for label, text in lines)
 
 
-def _memory(plan: Plan) -> list[tuple[str, str]]:
+def _memory(plan: Plan, device: str | None) -> list[tuple[str, str]]:
     if plan.shape is None:
         text = f"parameters are known only after {plan.config.model.target} has built the model"
         return [("memory", text)]
@@ -72,10 +76,11 @@ def _memory(plan: Plan) -> list[tuple[str, str]]:
     if most.memory.communicators_bytes:
         parts += f", NCCL's communicators about {size_text(most.memory.communicators_bytes)}"
     total = size_text(most.memory.total_bytes)
-    return [
-        ("parameters", f"{number:,}{some}"),
-        ("memory of a rank", f"{total}{where}: {parts}{sharded}; activations are not counted"),
-    ]
+    lines = [("parameters", f"{number:,}{some}")]
+    if (why := unpredicted_memory(plan)) is not None:
+        return [*lines, ("memory of a rank", f"{total}{where}: {parts}{sharded}; {why}")]
+    lines.append(("memory of a rank", f"{total}{where}: {parts}{sharded}"))
+    return [*lines, ("predicted peak", peak_line(plan, device))]
 
 
 def _schedule(plan: Plan) -> list[tuple[str, str]]:

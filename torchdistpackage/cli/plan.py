@@ -42,6 +42,7 @@ TABLE = "torchdistpackage.cli._elastic:elastic_table"
 PREDICTED, STEP_LINE, STEP_TABLE = (
     f"torchdistpackage.cli._step_time:{x}" for x in ("predicted", "summary_line", "time_table")
 )
+MEMORY_TABLE = "torchdistpackage.cli._memory:memory_table"
 """Import paths of what few plans need, loaded only for those."""
 LIMIT = 64
 """Most ranks that each part lists without --all."""
@@ -78,6 +79,13 @@ def plan(
     show_time: Annotated[
         bool,
         typer.Option("--time", help="Print the predicted seconds of a step, term by term."),
+    ] = False,
+    show_memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory",
+            help="Print the predicted peak memory of a rank by kind, and what would fit.",
+        ),
     ] = False,
     device: Annotated[
         str | None,
@@ -135,8 +143,8 @@ def plan(
 ) -> None:
     """Summarize a run's layout, memory, schedule and communication.
 
-    Needs no GPU and starts nothing. --groups, --bytes, --sbatch and --all print more. If the
-    configuration is invalid, all its errors are listed at once.
+    Needs no GPU and starts nothing. --groups, --bytes, --memory, --sbatch and --all print more. If
+    the configuration is invalid, all its errors are listed at once.
     """
     if forward_s is not None and profile is None:
         raise typer.BadParameter(
@@ -148,7 +156,7 @@ def plan(
         return
     if tensor is not None:
         other = (overrides, world, ranks_per_node, sbatch, profile, picture, groups, show_bytes)
-        other = (*other, show_time, device)
+        other = (*other, show_time, show_memory, device)
         if any(other):
             raise typer.BadParameter(
                 "goes with --seq-len and --all only; remove the other options and keys",
@@ -197,10 +205,12 @@ def plan(
         crossing = advice(planned.topology.dense, ranks_per_node) if ranks_per_node else ()
         time = None if predicted is None else resolve(STEP_LINE)(predicted)
         warnings += crossing
-        parts.append(summary(planned, shape, warnings, passes, time, ranks_per_node))
+        parts.append(summary(planned, shape, warnings, passes, time, ranks_per_node, device))
         parts += (
             [*traffic_table(planned, ranks_per_node), *start_table(planned)] if show_bytes else []
         )
+    if show_memory or show_all:
+        parts.append(resolve(MEMORY_TABLE)(planned, device))
     if show_time:
         parts.append(resolve(STEP_TABLE)(predicted))
     if cluster is not None:

@@ -38,13 +38,13 @@ def layer_numbers(
         follows = names[held_pieces[at + 1]] if at + 1 < len(held_pieces) else ""
         is_last = name.rpartition(".")[0] != follows.rpartition(".")[0]
         half = _half(shape, name, of, again=of.drops or not is_last)
-        if not has_tables and name.endswith(ATTENTION):
-            half |= numbers.rotary(of, shape.seq_len, shape.head_dim)
-            has_tables = True
         previous = names[held_pieces[at - 1]] if at else ""
-        if of.recomputed and half.kept is not None:
+        if of.recomputed:
             is_first = name.rpartition(".")[0] != previous.rpartition(".")[0]
             half = replace(half, kept=_block_input(shape, of) if is_first else {})
+        if not has_tables and name.endswith(ATTENTION):
+            half |= numbers.rotary(of, shape.head_dim)
+            has_tables = True
         yield replace(half, layer=name)
 
 
@@ -75,7 +75,8 @@ def _end(shape: GPTShape, name: str, of: Microbatch) -> LayerNumbers:
     place, dim = CallPlace(of, shape.sequence_parallel), shape.dim
     if name == EMBED:
         end = numbers.embedding(place, dim)
-        return replace(end, kept=None) if of.drops or of.has_positions else end
+        end |= _mask(place, dim)
+        return replace(end, is_exact=not (of.drops or of.has_positions))
     weight = piece_layouts(shape, name)["weight"]
     return numbers.norm(place, dim, shape.norm) | numbers.head(place, weight, dim)
 
@@ -98,7 +99,13 @@ def _half(shape: GPTShape, name: str, of: Microbatch, again: bool) -> LayerNumbe
     else:
         gated = shape.mlp == "swiglu"
         layer = numbers.mlp(place, _inside(cuts, "mlp"), shape.dim, gated, again)
-    return norm | (replace(layer, kept=None) if of.drops else layer)
+    return norm | _mask(place, shape.dim) | replace(layer, is_exact=layer.is_exact and not of.drops)
+
+
+def _mask(place: CallPlace, dim: int) -> LayerNumbers:
+    """Dropout behind a layer, in the type of what goes from block to block."""
+    num_bytes = place.rows * dim * ITEM_BYTES[place.of.stream]
+    return LayerNumbers("dropout", kept={"dropout mask": num_bytes} if place.of.drops else {})
 
 
 def _inside(cuts: Layouts, module: str) -> Layouts:

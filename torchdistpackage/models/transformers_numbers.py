@@ -41,12 +41,13 @@ def layer_numbers(
     # with adapters gradients begin at the first of them
     has_grad = shape.lora is None
     if has_first:
-        yield LayerNumbers("embedding", tuple(_embedding_calls(shape, embed, of, has_grad)))
+        calls = tuple(_embedding_calls(shape, embed, of, has_grad))
+        yield LayerNumbers("embedding", calls)
     for index, (block, part) in enumerate(zip(blocks, block_parts, strict=True)):
         if index in held_pieces:
             calls = tuple(_block(shape, block, part.parameters, of, has_grad))
             matmuls = (*_matmuls(part.parameters, of), *_scores(shape, block, of))
-            yield LayerNumbers(f"{shape.kind.blocks}.{index}", calls, matmuls, None)
+            yield LayerNumbers(f"{shape.kind.blocks}.{index}", calls, matmuls, is_exact=False)
         has_grad |= bool(_adapted(block))
     if has_last:
         calls = tuple(_head_calls(shape, head, of, has_grad))
@@ -55,7 +56,7 @@ def layer_numbers(
             vocab = even_share(vocab, of.tensor, of.index)[1]
         adapters = {name: w for name, w in behind.parameters.items() if is_adapter(name)}
         matmuls = (Matmul(of.rows, vocab, shape.sizes.dim), *_matmuls(adapters, of))
-        yield LayerNumbers("head", calls, matmuls, None)
+        yield LayerNumbers("head", calls, matmuls, is_exact=False)
 
 
 def piece_costs(shape: TransformersShape) -> tuple[float, ...]:

@@ -1,6 +1,6 @@
 """Bytes of weights, gradients and optimizer state on one rank, from layouts alone. No torch."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchdistpackage.config.optimizers import OPTIMIZERS, ParameterPart
@@ -78,9 +78,11 @@ def memory(
     layouts: Iterable[Layout],
     rank: int,
     packed: Collection[str] = (),
+    own_parts: Mapping[str, int] | None = None,
 ) -> MemoryEstimate:
     """Estimate the bytes of a rank that holds these parameters. packed: names of those held in 4
-    bits.
+    bits. own_parts: elements of each parameter that ZeRO leaves to the rank, where they are known;
+    others are shared evenly.
 
     ZeRO stage 1 leaves to each rank that shares a parameter its part of the optimizer's state (or
     all of it for some parameters, of an optimizer that needs them whole),
@@ -96,7 +98,7 @@ def memory(
     adds_up = zero < 2 or config.pipeline.microbatches > 1
     weights = gradients = optimizer = 0
     layouts = list(layouts)
-    parts = _parts(config, topology, layouts, rank)
+    parts = _parts(config, topology, layouts, rank) | dict(own_parts or {})
     for layout in layouts:
         mesh = topology.view(layout.view)
         count = num_elements(layout, mesh, rank)

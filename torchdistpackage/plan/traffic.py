@@ -166,46 +166,89 @@ def _gradients(plan: Plan, rank: int) -> Iterator[CallCount]:
         for group, bucket in _buckets(summed, wide.num_bytes, plan.bucket_bytes):
             yield _over(group, "all_reduce", bucket.num_elements, sent.dtype, "gradients")
         return
-    units = (x.name.rpartition(".")[0] or x.name for x in summed)
-    members = [
-        ModuleParam(unit, x.num_elements * wide.num_bytes, x.group)
-        for unit, x in zip(units, summed, strict=True)
-    ]
-    numbers = group_by_module(members, plan.bucket_bytes)
-    weight, rounds = plan.numbers.weights, plan.rounds
-    sums = rounds if plan.zero >= 2 else 1
-    narrowest = min(weight.num_bytes, sent.num_bytes)
-    owner_of = _owners(summed) if OPTIMIZERS[plan.config.optim.name].needs_whole else None
-    for group, bucket in _buckets(summed, wide.num_bytes, UNLIMITED_BYTES, numbers):
-        ranks, replicas = group.ranks, group.replicas
-        index, members = ranks.index(rank), bucket.members
-        if owner_of is None:
-            part = even_length(bucket.used_flags, len(ranks), narrowest)
-            end = part * len(ranks)
-        else:
-            sizes, owners = (
-                [summed[i].num_elements for i in members],
-                [owner_of[i] for i in members],
-            )
-            _, bounds = owned_bounds(sizes, owners, len(ranks), weight.num_bytes, narrowest)
-            part = bounds[index + 1] - bounds[index]
-            end = bounds[-1]
+    sums = plan.rounds if plan.zero >= 2 else 1
+    for each in _sharded(plan, rank, summed):
+        group, ranks, replicas = each.group, each.group.ranks, each.group.replicas
+        part, end = each.part, each.end
         if len(ranks) > 1:
             yield _over(group, "reduce_scatter", end, sent.dtype, "gradients").times(sums)
-        # a weight of several stages is never freed
-        is_freed = plan.zero == 3 and not group.deferred
         if len(replicas) > 1:
             shard = _over_replicas(group, part, sent.dtype, "sums of shards")
             yield shard.times(sums)
         if len(ranks) > 1:
-            gathered = _over(group, "all_gather", part, weight.dtype, "parameters")
-            yield gathered.times(rounds if is_freed else 1)
+            gathered = _over(group, "all_gather", part, plan.numbers.weights.dtype, "parameters")
+            yield gathered.times(plan.rounds if each.is_freed else 1)
     what = "which parameters were used"
     for group, number in Counter(x.group for x in summed).items():
         if len(group.ranks) > 1:
             yield _over(group, "all_reduce", number, "int32", what).times(sums)
         if len(group.replicas) > 1:
             yield _over_replicas(group, number, "int32", what).times(sums)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBucket:
+    """A bucket of gradients of one rank, as ddp/ packs it.
+
+    members: name and number of elements of each parameter, side by side at `offsets`, in `end`
+    elements with padding and flags. first, part: the slice of this rank, where it starts and its
+    length; all of it without ZeRO. is_freed: stage 3 frees its parameters between steps.
+    """
+
+    group: _Group
+    members: tuple[tuple[str, int], ...]
+    offsets: tuple[int, ...]
+    end: int
+    first: int
+    part: int
+    is_freed: bool
+
+    def parts(self) -> dict[str, int]:
+        """Return how many elements of each member are in this rank's slice, by name."""
+        last, parts = self.first + self.part, dict[str, int]()
+        for (name, size), offset in zip(self.members, self.offsets, strict=True):
+            parts[name] = max(min(last, offset + size) - max(self.first, offset), 0)
+        return parts
+
+
+def planned_buckets(plan: Plan, rank: int) -> Iterator[PlannedBucket]:
+    """Yield the buckets of gradients that `rank` sums."""
+    summed, wide = _summed(plan, rank), plan.numbers.gradients
+    if plan.zero:
+        yield from _sharded(plan, rank, summed)
+        return
+    for group, bucket in _buckets(summed, wide.num_bytes, plan.bucket_bytes):
+        members = tuple((summed[i].name, summed[i].num_elements) for i in bucket.members)
+        end = bucket.num_elements
+        yield PlannedBucket(group, members, bucket.offsets, end, 0, end, False)
+
+
+def _sharded(plan: Plan, rank: int, summed: list[_Summed]) -> Iterator[PlannedBucket]:
+    """Yield ZeRO's buckets of whole modules."""
+    wide, weight = plan.numbers.gradients, plan.numbers.weights
+    units = (x.name.rpartition(".")[0] or x.name for x in summed)
+    modules = [
+        ModuleParam(unit, x.num_elements * wide.num_bytes, x.group)
+        for unit, x in zip(units, summed, strict=True)
+    ]
+    numbers = group_by_module(modules, plan.bucket_bytes)
+    narrowest = min(weight.num_bytes, plan.numbers.reduced.num_bytes)
+    owner_of = _owners(summed) if OPTIMIZERS[plan.config.optim.name].needs_whole else None
+    for group, bucket in _buckets(summed, wide.num_bytes, UNLIMITED_BYTES, numbers):
+        ranks, offsets = group.ranks, bucket.offsets
+        members = tuple((summed[i].name, summed[i].num_elements) for i in bucket.members)
+        if owner_of is None:
+            part = even_length(bucket.used_flags, len(ranks), narrowest)
+            first, end = ranks.index(rank) * part, part * len(ranks)
+        else:
+            sizes = [size for _, size in members]
+            owners = [owner_of[i] for i in bucket.members]
+            offsets, bounds = owned_bounds(sizes, owners, len(ranks), weight.num_bytes, narrowest)
+            first, end = bounds[ranks.index(rank)], bounds[-1]
+            part = bounds[ranks.index(rank) + 1] - first
+        # a weight of several stages is never freed
+        is_freed = plan.zero == 3 and not group.deferred
+        yield PlannedBucket(group, members, offsets, end, first, part, is_freed)
 
 
 def _owners(summed: list[_Summed]) -> list[int]:

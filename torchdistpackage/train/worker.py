@@ -50,6 +50,7 @@ from torchdistpackage.train.finish import ended_line, finish, sample_text
 from torchdistpackage.train.learning_rate import warmup_notes
 from torchdistpackage.train.log import print_line
 from torchdistpackage.train.loop import Loop
+from torchdistpackage.train.memory_note import noting_memory
 from torchdistpackage.train.model_notes import model_notes
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.stop import StopController, begin, end, write_decision
@@ -274,7 +275,8 @@ def _run(rank: RunRank, prepared: PreparedRun, stop: StopController) -> EndedRun
         loop = make_loop(
             prepared.trainer, prepared.state, folder, stop, watch, more, prepared.local
         )
-        loss = loop.run()
+        with noting_memory(prepared.trainer):
+            loss = loop.run()
         num_tokens = 0 if loss is None else _num_tokens(plan)
         text = sample_text(loop, num_tokens) if num_tokens else None
         with watch.allow_slow():

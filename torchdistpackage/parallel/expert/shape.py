@@ -12,7 +12,7 @@ from torchdistpackage.layout.moe import MoEShape
 from torchdistpackage.parallel.tensor import layouts as cut
 from torchdistpackage.parallel.tensor import numbers as layer_numbers
 from torchdistpackage.parallel.tensor.numbers import CallPlace, LayerNumbers, dispatch
-from torchdistpackage.predict.calls import CallCount
+from torchdistpackage.predict.calls import ITEM_BYTES, CallCount
 from torchdistpackage.predict.kernels import Matmul
 
 STATES = tuple(f"router.{spec.state}" for spec in BALANCES.values() if spec.state)
@@ -71,8 +71,7 @@ def numbers(
 ) -> LayerNumbers:
     """Return what a layer sends and computes where experts are chosen alike.
 
-    cuts: its `layouts`. again: see `CallPlace.row`. What it keeps, which the router decides, is not
-    stated.
+    cuts: its `layouts`. again: see `CallPlace.row`. What a rank keeps the router decides.
     """
     of, calls = place.of, list[CallCount]()
     dtypes = of.stream, of.stream  # experts compute in the dtype of their tokens
@@ -87,7 +86,17 @@ def numbers(
         Matmul(routed, (2 if shape.gated else 1) * hidden, dim),
         Matmul(routed, dim, hidden),
     ]
-    layer = LayerNumbers("experts", tuple(calls), tuple(matmuls), None)
+    item, wide = ITEM_BYTES[of.stream], max(ITEM_BYTES[of.stream], 4)
+    kept = {
+        "scores of the router": of.rows * (dim + 2 * shape.num_experts) * wide,
+        "tokens of experts": routed * dim * item,
+        "before activation of experts": routed * int(matmuls[1].n) * item,
+        "hidden of experts": routed * hidden * item,
+        "results of experts": routed * dim * item,
+    }
+    if shape.gated:
+        kept["activated gate of experts"] = routed * hidden * item
+    layer = LayerNumbers("experts", tuple(calls), tuple(matmuls), kept, is_exact=False)
     if shape.shared_hidden is not None:
         shared = {k.removeprefix("shared."): v for k, v in cuts.items() if k.startswith("shared.")}
         layer |= layer_numbers.mlp(place, shared, dim, shape.gated)

@@ -25,13 +25,15 @@ class LayerNumbers:
 
     layer: its path in the model. calls: forward and backward, with what recomputation repeats.
     matmuls: of the forward. kept: bytes of each activation that autograd keeps for the backward,
-    with kernels of the CPU; None: not stated. The plan does not read it yet.
+    with kernels of the CPU. is_exact: it keeps these bytes on every rank and kernel; without it
+    they are those of experts chosen alike, or of a kernel that may keep more.
     """
 
     layer: str
     calls: tuple[CallCount, ...] = ()
     matmuls: tuple[Matmul, ...] = ()
-    kept: Mapping[str, int] | None = field(default_factory=dict[str, int])
+    kept: Mapping[str, int] = field(default_factory=dict[str, int])
+    is_exact: bool = True
 
     @property
     def flops(self) -> float:
@@ -39,17 +41,18 @@ class LayerNumbers:
         return sum(matmul.flops for matmul in self.matmuls)
 
     @property
-    def kept_bytes(self) -> int | None:
-        return None if self.kept is None else sum(self.kept.values())
+    def kept_bytes(self) -> int:
+        return sum(self.kept.values())
 
     def __or__(self, other: "LayerNumbers") -> "LayerNumbers":
         """Return the numbers of both layers under the name of the first."""
-        kept = None
-        if self.kept is not None and other.kept is not None:
-            assert not self.kept.keys() & other.kept.keys()
-            kept = {**self.kept, **other.kept}
+        assert not self.kept.keys() & other.kept.keys()
         return LayerNumbers(
-            self.layer, self.calls + other.calls, self.matmuls + other.matmuls, kept
+            self.layer,
+            self.calls + other.calls,
+            self.matmuls + other.matmuls,
+            {**self.kept, **other.kept},
+            self.is_exact and other.is_exact,
         )
 
 
@@ -117,29 +120,31 @@ def attention(
     values = Matmul(of.tokens, head_dim, seq_len, heads)
     matmuls = (*first, out)
     calls = _pair(place, dim, again)
-    if of.drops or of.has_positions or of.tokens != seq_len:  # other kernels, which keep more
-        return LayerNumbers("attention", calls, (*matmuls, scores, values), None)
+    # other kernels, which keep more
+    is_exact = not (of.drops or of.has_positions or of.tokens != seq_len)
     item, width = ITEM_BYTES[of.products], int(sum(each.n for each in first))
-    kept = {
-        "input": of.rows * dim * item,
-        "softmax": of.rows * (q // head_dim) * max(item, 4),
-        "heads": of.rows * q * item,
-    } | _narrow_weights(of, matmuls)
-    if is_rotary:
+    kept = {"input": of.rows * dim * item} | _narrow_weights(of, matmuls)
+    if of.drops:  # a kernel that has all scores, their softmax and their mask
+        kept["scores"] = 3 * heads * of.tokens * seq_len * item
+    else:
+        kept["softmax"] = of.rows * (q // head_dim) * max(item, 4)
+        kept["heads"] = of.rows * q * item
+    if is_rotary or of.drops:
         kv = (width - q) // 2
         kept["turned queries and keys"] = of.rows * (q + kv) * item
         # a view of values keeps all that one matmul gave
-        kept["values"] = of.rows * (width if len(first) == 1 else 2 * kv) * item
+        values_width = kv if of.drops else (width if len(first) == 1 else 2 * kv)
+        kept["values"] = of.rows * values_width * item
         kept["joined heads"] = of.rows * q * item
     else:
         kept["queries, keys and values"] = of.rows * width * item
-    return LayerNumbers("attention", calls, (*matmuls, scores, values), kept)
+    return LayerNumbers("attention", calls, (*matmuls, scores, values), kept, is_exact)
 
 
-def rotary(of: Microbatch, seq_len: int, head_dim: int) -> LayerNumbers:
+def rotary(of: Microbatch, head_dim: int) -> LayerNumbers:
     """Tables of rotary positions, which all attentions of a stage share."""
     wide = max(ITEM_BYTES[of.stream], 4)
-    return LayerNumbers("rotary", kept={"cosines and sines": seq_len * head_dim * wide})
+    return LayerNumbers("rotary", kept={"cosines and sines": of.tokens * head_dim * wide})
 
 
 def mlp(

@@ -1,0 +1,170 @@
+"""The predicted peak of a rank, by kind, beside what ranks hold in a step."""
+
+import pytest
+
+from tests.plan.memory_ranks import MeasuredMemory, measured_and_predicted, note_of_exhaustion
+from torchdistpackage.config.load import loads
+from torchdistpackage.plan.memory_fit import (
+    fit_text,
+    largest_micro_batch,
+    largest_peak,
+    longest_seq_len,
+    memory_limit,
+)
+from torchdistpackage.plan.peak import PeakMemory
+from torchdistpackage.plan.run_plan import Plan, make_plan
+from torchdistpackage.text import size_text
+
+RANKS_IMPORT = ("tests.plan.memory_ranks",)
+GPT = [
+    *("model.layers=2", "model.dim=64", "model.heads=4", "model.vocab=256", "data.seq_len=64"),
+    *("data.args={seq_len: 64, vocab: 256}", "data.target=tests.train.sources:UnevenTokens"),
+    *("data.global_batch=8", "pipeline.microbatches=2", "train.steps=4", "optim.warmup_steps=0"),
+]
+TP, SP, BLOCKS = "tensor=2", "sequence_parallel=true", "train.recompute=blocks"
+LLAMA = ("model.norm=rms", "model.mlp=swiglu", "model.kv_heads=2")
+MOE = ("model.moe.num_experts=4", "model.moe.top_k=2")
+AUTOCAST, BF16 = ("precision.dtype=bf16",), ("precision.dtype=bf16", "precision.weights=bf16")
+GPIPE = "pipeline.schedule=gpipe"
+PIPE = ("pipe=2", "pipeline.microbatches=4")
+TELLING = [
+    (TP, SP, *LLAMA, *AUTOCAST),
+    ("data=2", "zero=3", BLOCKS),
+    (*PIPE, "pipeline.schedule=zb-h1"),
+    ("data=2", "zero=2", "expert=2", *MOE, *BF16),
+]
+"""Settings, of which those without a section are of parallel, on two ranks."""
+MORE = [
+    ("data=2",),
+    ("data=2", *AUTOCAST),
+    ("data=2", "model.vocab=64", "data.args={seq_len: 64, vocab: 64}"),
+    ("data=2", "model.position=learned"),
+    ("data=2", "model.tied=false"),
+    ("data=2", "model.dropout=0.1"),
+    ("data=2", "train.accumulate=2"),
+    ("data=2", "precision.dtype=float64"),
+    ("data=2", "model.layers=4", "data.seq_len=128", "data.args={seq_len: 128, vocab: 256}"),
+    ("data=2", *LLAMA),
+    ("data=2", *MOE),
+    ("data=2", "zero=1"),
+    ("data=2", "zero=1", *BF16),
+    ("data=2", "zero=2"),
+    ("data=2", "zero=2", "pipeline.microbatches=1"),
+    ("data=2", "zero=3", *LLAMA, *AUTOCAST),
+    ("data=2", "zero=1", "optim.name=sgd"),
+    ("data=2", BLOCKS),
+    ("data=2", BLOCKS, *LLAMA, *AUTOCAST),
+    ("data=2", "expert=2", *MOE),
+    ("data=2", "expert=2", *MOE, "model.moe.shared_hidden=32"),
+    (TP,),
+    (TP, SP),
+    (TP, SP, BLOCKS),
+    (TP, *MOE),
+    (TP, SP, *AUTOCAST),
+    PIPE,
+    (*PIPE, *LLAMA, *AUTOCAST),
+    (*PIPE, BLOCKS, "model.layers=8"),
+    (*PIPE, "pipeline.schedule=interleaved", "model.layers=4"),
+    (*PIPE, GPIPE),
+    (*PIPE, "pipeline.schedule=zb-v", "model.layers=4"),
+    ("context=2", "cp_comm_type=p2p"),
+    ("context=2", "cp_comm_type=all_gather", *LLAMA),
+    ("context=2", "cp_comm_type=a2a"),
+]
+
+
+def overrides(case: tuple[str, ...]) -> list[str]:
+    return [*GPT, *(x if "." in x.partition("=")[0] else f"parallel.{x}" for x in case)]
+
+
+def expect_predicted(case: tuple[str, ...], measured: MeasuredMemory, peak: PeakMemory) -> None:
+    where = " ".join(case)
+    assert measured.weights == peak.weights, f"{where}: weights"
+    assert measured.gradients in (None, peak.gradients), f"{where}: gradients"
+    assert measured.optimizer == peak.optimizer, f"{where}: optimizer state"
+    state = peak.weights + peak.gradients + peak.optimizer + peak.buckets
+    if GPIPE not in case:  # whose worst moment is before the first gradient
+        assert measured.state == pytest.approx(state, rel=1e-4), f"{where}: with buffers"
+    # the router decides which tokens come to a rank's experts, a peer which messages have left
+    rel = 0.1 if "expert=2" in case or "pipe=2" in case else 0.05
+    kept = peak.kept + peak.messages
+    assert measured.kept == pytest.approx(kept, rel=rel), f"{where}: kept activations"
+    assert measured.peak == pytest.approx(peak.total, rel=0.1), f"{where}: peak"
+
+
+def test_the_peak_of_each_rank_is_what_it_holds(ranks):
+    found = ranks(2).run(measured_and_predicted, [overrides(case) for case in TELLING])
+    for rank in found:
+        for case, both in zip(TELLING, rank, strict=True):
+            expect_predicted(case, *both)
+
+
+def test_a_rank_without_memory_says_what_it_holds(ranks):
+    case = ("data=2", "zero=1", *BF16)
+    for note, actual, peak in ranks(2).run(note_of_exhaustion, overrides(case)):
+        rows = {line.rsplit("  ", 2)[0].strip(): line for line in note.splitlines()}
+        for kind in ("weights", "gradients", "optimizer state"):
+            assert size_text(getattr(peak, kind.split()[0])) in rows[kind], "predicted"
+            assert size_text(actual[kind]) in rows[kind], "actual"
+        # adam's steps are numbers of 4 bytes, and buffers are rounded up
+        state = peak.weights + peak.gradients + peak.optimizer + peak.buckets
+        assert sum(actual.values()) == pytest.approx(state, rel=1e-3)
+        assert "train.recompute: blocks" in note
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", MORE, ids=" ".join)
+def test_so_it_is_in_every_layout(ranks, case):
+    for (both,) in ranks(2).run(measured_and_predicted, [overrides(case)]):
+        expect_predicted(case, *both)
+
+
+BIG = [
+    *("model.layers=4", "model.dim=1024", "model.heads=16", "model.vocab=32000"),
+    *("data.seq_len=2048", "data.global_batch=16", "pipeline.microbatches=2"),
+    *("precision.dtype=bf16", "parallel.tensor=2"),
+]
+
+
+def big(*more: str) -> Plan:
+    last = {item.partition("=")[0]: item for item in (*BIG, *more)}
+    config = loads("launch: {local: {procs: null}}", overrides=[*last.values()])
+    return make_plan(config, 8)
+
+
+def test_a_plan_says_whether_it_fits_and_what_would():
+    plan = big()
+    found = largest_peak(plan)
+    need = found.peak.total
+    assert fit_text(plan, found, need) == f"fits: {size_text(need)} of {size_text(need)} on rank 0"
+    text = fit_text(plan, found, need - 1)
+    fewer = largest_peak(big("train.recompute=blocks")).peak
+    assert text.startswith(f"does not fit: needs {size_text(need)} of")
+    assert text.endswith(f"train.recompute: blocks would need {size_text(fewer.total)}")
+    assert fewer.total < need and fewer.weights == found.peak.weights
+
+
+def test_the_longest_sequence_and_the_largest_micro_batch_fit_and_no_more():
+    plan = big()
+    limit = 1.5 * largest_peak(plan).peak.total
+    longest = longest_seq_len(plan, largest_peak(plan), limit)
+    largest = largest_micro_batch(plan, largest_peak(plan), limit)
+    assert longest is not None and largest is not None and plan.samples_per_microbatch == 2
+    for key, number, more in (
+        ("data.seq_len", longest, longest + longest // 32),
+        ("data.global_batch", largest * 8, (largest + 1) * 8),
+    ):
+        assert largest_peak(big(f"{key}={number}")).peak.total <= limit
+        assert largest_peak(big(f"{key}={more}")).peak.total > limit
+    state = plan, largest_peak(plan), largest_peak(plan).peak.weights
+    assert longest_seq_len(*state) is largest_micro_batch(*state) is None
+
+
+def test_the_limit_is_the_one_asked_for_else_that_of_the_device():
+    assert memory_limit(big()) is None
+    assert memory_limit(big(), "h100-sxm") == 80e9
+    assert memory_limit(big("train.memory_gb=20"), "h100-sxm") == 20e9
+    gpus = [f"launch.slurm.{x}" for x in ("nodes=1", "ntasks-per-node=8", "gpus-per-node=a100:8")]
+    assert memory_limit(big(*gpus)) == 80e9
+    on_gpus = largest_peak(big(*gpus)).peak
+    assert on_gpus.communicators > 0 and on_gpus.allocator > 0

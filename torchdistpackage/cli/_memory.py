@@ -1,0 +1,50 @@
+"""The predicted peak of a rank as `tdp plan` prints it: one line of its summary, or all kinds."""
+
+from torchdistpackage.plan.memory_fit import (
+    fit_text,
+    largest_micro_batch,
+    largest_peak,
+    longest_seq_len,
+    memory_limit,
+    unpredicted_memory,
+)
+from torchdistpackage.plan.run_plan import Plan
+from torchdistpackage.text import size_text, text_table
+
+
+def peak_line(plan: Plan, device: str | None = None) -> str:
+    """Return the peak for the summary of a plan whose memory is predicted."""
+    found, limit = largest_peak(plan), memory_limit(plan, device)
+    if limit is None:
+        return f"{size_text(found.peak.total)} on rank {found.rank}"
+    return fit_text(plan, found, limit)
+
+
+def memory_table(plan: Plan, device: str | None = None) -> str:
+    """Return the peak by kind, and the longest sequence and largest micro-batch that fit."""
+    if (why := unpredicted_memory(plan)) is not None:
+        return f"predicted peak: {why}"
+    found, limit = largest_peak(plan), memory_limit(plan, device)
+    kinds = found.peak.by_kind().items()
+    rows = [(kind, size_text(num_bytes)) for kind, num_bytes in kinds]
+    rows.append(("in all", size_text(found.peak.total)))
+    lines = [f"predicted peak of rank {found.rank}, which needs most", text_table(rows)]
+    if not found.peak.is_exact:
+        lines.append("activations are those of experts chosen alike, or may be more in a kernel")
+    if limit is None:
+        lines.append("train.memory_gb, or a device, tells whether it fits")
+        return "\n".join(lines)
+    lines.append(fit_text(plan, found, limit))
+    longest = longest_seq_len(plan, found, limit)
+    largest = largest_micro_batch(plan, found, limit)
+    lines.append(
+        f"longest sequence that fits: {longest:,} tokens"
+        if longest is not None
+        else "no sequence fits, however short"
+    )
+    lines.append(
+        f"largest micro-batch that fits: {largest} x {plan.config.data.seq_len:,} tokens"
+        if largest is not None
+        else "not even one sequence fits in a micro-batch"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,374 @@
+"""Predict the most bytes that a rank holds in a step, by kind. No torch.
+
+A rank's program is walked action by action. A forward keeps what its layers state beside their
+layouts (`LayerNumbers.kept`), the backward of the same micro-batch frees it, and while one runs its
+temporary tensors come on top. The worst moment counts. What lies in buckets follows from the
+buckets that plan/traffic.py lays out, so weights, gradients and optimizer state are exact.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from torchdistpackage.layout.exchanges import EXCHANGES
+from torchdistpackage.models.gpt_layout import HALVES
+from torchdistpackage.parallel.tensor.numbers import LayerNumbers
+from torchdistpackage.plan.context_plan import attention_of_rank
+from torchdistpackage.plan.memory import MemoryEstimate, memory
+from torchdistpackage.plan.run_plan import Plan, rank_memory
+from torchdistpackage.plan.traffic import microbatch, planned_buckets
+from torchdistpackage.predict.calls import ITEM_BYTES, Microbatch
+from torchdistpackage.predict.kernels import Matmul
+from torchdistpackage.schedule.actions import Action, ActionKind, flatten
+
+LOSS = frozenset({"logits", "softmax of the loss", "targets"})
+"""Kept bytes that count as those of logits and loss."""
+FRAGMENTED = 0.02
+"""Share of what comes and goes in a step that the caching allocator holds besides: a guess, without
+a source."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeakMemory:
+    """Predicted bytes of one rank at its worst moment, by kind.
+
+    buckets: padding and flags of flat gradients and weights, buckets of gradients on their way, and
+    parameters that ZeRO 3 has gathered. activations: what backwards wait for. loss: logits and what
+    their loss keeps. temporary: tensors of the layer that runs at that moment. messages: buffers of
+    messages between stages. communicators: of NCCL. allocator: what a GPU's allocator holds
+    besides. kept: activations and loss that forwards leave for their backwards, the most between
+    two actions. is_exact: every layer states what it keeps.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    buckets: float
+    activations: float
+    loss: float
+    temporary: float
+    messages: float
+    communicators: float
+    allocator: float
+    kept: float
+    is_exact: bool
+
+    def by_kind(self) -> dict[str, float]:
+        """Return the bytes of each kind that there is."""
+        kinds = {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "optimizer state": self.optimizer,
+            "buckets and gathered parameters": self.buckets,
+            "activations": self.activations,
+            "logits and loss": self.loss,
+            "temporary tensors": self.temporary,
+            "messages between stages": self.messages,
+            "NCCL's communicators": self.communicators,
+            "allocator": self.allocator,
+        }
+        return {kind: num_bytes for kind, num_bytes in kinds.items() if num_bytes}
+
+    @property
+    def total(self) -> float:
+        return sum(self.by_kind().values())
+
+
+def peak_memory(
+    plan: Plan,
+    rank: int,
+    *,
+    on_gpu: bool | None = None,
+    flat: tuple[MemoryEstimate, float] | None = None,
+) -> PeakMemory:
+    """Return the peak of `rank` in a step of a plan with a model.
+
+    on_gpu: with NCCL's communicators and the allocator of a GPU; None: as the job asks for GPUs.
+    flat: its `flat_memory`, where it is known, since micro-batches do not change it.
+    """
+    on_gpu = plan.has_gpus if on_gpu is None else on_gpu
+    place = plan.topology.dense.coord(rank)["pipe"]
+    communicators = rank_memory(plan, rank, (), on_gpu=on_gpu).communicators_bytes
+    state, buckets = flat or flat_memory(plan, rank)
+    of = microbatch(plan, rank)
+    stages = {s: _stage_bytes(plan, s, of, on_gpu) for s in plan.schedule.stages_of(place)}
+    held, kept = _worst(flatten(plan.schedule.programs[place]), stages)
+    message = _message_bytes(plan, place, of)
+    inputs = _input_bytes(plan, stages, of)
+    moving = held.activations + inputs + held.loss + held.temporary + message + buckets
+    return PeakMemory(
+        state.weights_bytes,
+        state.gradients_bytes,
+        state.optimizer_bytes,
+        buckets,
+        held.activations + inputs,
+        held.loss,
+        held.temporary,
+        message,
+        communicators,
+        FRAGMENTED * moving if on_gpu else 0,
+        kept.total + inputs,
+        all(stage.is_exact for stage in stages.values()),
+    )
+
+
+# -- weights, gradients and optimizer state ------------------------------------------------------
+
+
+def flat_memory(plan: Plan, rank: int) -> tuple[MemoryEstimate, float]:
+    """Return the bytes of weights, gradients and optimizer state, and those of buckets besides."""
+    place, formats = plan.topology.dense.coord(rank)["pipe"], plan.numbers
+    layouts = [x for x in plan.layouts.values() if not x.stages or place in x.stages]
+    weight, wide = formats.weights.num_bytes, formats.gradients.num_bytes
+    parts: dict[str, int] = {}
+    padding = 0
+    under_way: list[int] = []
+    for bucket in planned_buckets(plan, rank):
+        parts |= bucket.parts()
+        num_elements = sum(size for _, size in bucket.members)
+        is_whole = plan.zero < 2 or plan.config.pipeline.microbatches > 1
+        if is_whole:
+            padding += (bucket.end - num_elements) * wide
+        else:
+            under_way.append(bucket.end * wide)
+        if not plan.zero:
+            continue
+        padding += bucket.end * weight - (not bucket.is_freed) * num_elements * weight
+        if plan.zero >= 2:  # the sum is apart from the buffer
+            padding += (bucket.part - sum(bucket.parts().values())) * wide
+    state = memory(
+        plan.config, plan.topology, layouts, rank, plan.packed, parts if plan.zero else None
+    )
+    return state, padding + sum(sorted(under_way)[-UNDER_WAY:])
+
+
+UNDER_WAY = 3
+"""Full buckets at a time where gradients are freed: two on their way (ddp/zero/grad_buffer.py), and
+one that fills."""
+
+
+# -- activations ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """Bytes that one micro-batch of a stage, or all of a rank, hold at a moment."""
+
+    activations: float = 0
+    loss: float = 0
+    temporary: float = 0
+
+    def __add__(self, other: "_Moment") -> "_Moment":
+        return _Moment(
+            self.activations + other.activations,
+            self.loss + other.loss,
+            self.temporary + other.temporary,
+        )
+
+    def __neg__(self) -> "_Moment":
+        return _Moment(-self.activations, -self.loss, -self.temporary)
+
+    @property
+    def total(self) -> float:
+        return self.activations + self.loss + self.temporary
+
+
+@dataclass(frozen=True, slots=True)
+class _StageBytes:
+    """What one micro-batch of a stage takes.
+
+    kept: from its forward to its backward. deferred: from an I to its W, where the backward is
+    split. forward, backward: at the worst moment of each, kept bytes included.
+    """
+
+    kept: _Moment
+    deferred: _Moment
+    forward: _Moment
+    backward: _Moment
+    is_exact: bool
+
+
+def _worst(actions: Iterable[Action], stages: dict[int, _StageBytes]) -> tuple[_Moment, _Moment]:
+    """Return the worst moment of a program, and the worst between two of its actions."""
+    live = worst = kept = _Moment()
+    for stage, kind, _ in actions:
+        of = stages.get(stage)
+        if of is None or kind.is_message:
+            continue
+        now = live
+        if kind is ActionKind.F:
+            now, live = live + of.forward, live + of.kept
+        elif kind.gives_gradient:
+            now = live + -of.kept + of.backward
+            live = live + -of.kept + (of.deferred if kind is ActionKind.I else _Moment())
+        else:
+            live = live + -of.deferred
+        worst, kept = max(worst, now, key=_total), max(kept, live, key=_total)
+    return worst, kept
+
+
+def _total(moment: _Moment) -> float:
+    return moment.total
+
+
+def _stage_bytes(plan: Plan, stage: int, of: Microbatch, on_gpu: bool) -> _StageBytes:
+    """Return the bytes of one micro-batch of a stage, from what its layers state."""
+    assert plan.model is not None and plan.shape is not None
+    held = plan.stages[stage]
+    kept = [_of_kernel(x, plan, on_gpu) for x in plan.model.layer_numbers(held, of)]
+    # a block that is computed again keeps all of it while its backward runs
+    again = kept
+    if of.recomputed:
+        whole = plan.model.layer_numbers(held, replace(of, recomputed=False))
+        again = [_of_kernel(x, plan, on_gpu) for x in whole]
+    stream, waiting = _stream_bytes(plan, of), 0.0
+    moe = getattr(plan.shape, "moe", None)
+    experts = 1 if moe is None else -(-moe.num_experts // of.expert)
+    total, forward, freed = _Moment(), _Moment(), _Moment()
+    for layer in kept:
+        total += _kept(layer, of)
+        now = total + _Moment(temporary=_forward_temporary(layer, of, on_gpu))
+        forward = max(forward, now, key=_total)
+    backward = total
+    for unit in reversed(_units(kept)):
+        inside = _Moment()
+        for i in unit:
+            freed += -_kept(kept[i], of)
+            inside += _kept(again[i], of)
+        for i in reversed(unit):
+            temporary = stream + waiting + _temporary(again[i], of, experts, on_gpu)
+            now = total + freed + inside + _Moment(temporary=temporary)
+            backward = max(backward, now, key=_total)
+            inside += -_kept(again[i], of)
+        if "logits" in kept[unit[0]].kept and getattr(plan.shape, "tied", False) and 0 in held:
+            # the gradient of a tied head waits for that of the embedding
+            waiting = _weight_bytes(kept[unit[0]].matmuls[-1], of)
+    return _StageBytes(
+        total,
+        _Moment(sum(_deferred(layer, of) for layer in kept)),
+        forward,
+        backward,
+        all(layer.is_exact for layer in kept),
+    )
+
+
+def _units(layers: Sequence[LayerNumbers]) -> list[list[int]]:
+    """Return the layers of each block together, as they are computed again."""
+    units: dict[str, list[int]] = {}
+    for i, layer in enumerate(layers):
+        name = layer.layer.rpartition(".")[0] if layer.layer.endswith(HALVES) else layer.layer
+        units.setdefault(name, []).append(i)
+    return [*units.values()]
+
+
+# -- one layer -----------------------------------------------------------------------------------
+
+
+def _of_kernel(layer: LayerNumbers, plan: Plan, on_gpu: bool) -> LayerNumbers:
+    """Return a layer without what it does not keep on this device, or with heads that context ranks
+    exchange: these are joined with their queries and keys."""
+    absent = {"scores"} if on_gpu else set[str]()
+    is_split = plan.topology.dense.axis_size("context") > 1
+    if is_split and EXCHANGES[attention_of_rank(plan)[0]].swap != "none":
+        absent.add("turned queries and keys")
+    if absent.isdisjoint(layer.kept):
+        return layer
+    kept = {key: num_bytes for key, num_bytes in layer.kept.items() if key not in absent}
+    return replace(layer, kept=kept)
+
+
+def _kept(layer: LayerNumbers, of: Microbatch) -> _Moment:
+    """Return what a layer keeps, with the targets of the loss, which are saved beside autograd."""
+    loss = sum(num_bytes for kind, num_bytes in layer.kept.items() if kind in LOSS)
+    targets = of.rows * TARGET_BYTES if "logits" in layer.kept else 0
+    return _Moment(layer.kept_bytes - loss, loss + targets)
+
+
+TARGET_BYTES = 13
+"""Of a token: its column, whether it is here, and its factor (parallel/tensor/loss_terms.py)."""
+
+
+def _temporary(layer: LayerNumbers, of: Microbatch, experts: int, on_gpu: bool) -> float:
+    """Return the temporary bytes of a layer's backward, besides the gradient of its output.
+
+    The last matmul of an attention or an MLP has the gradients of its input and its weight at a
+    time, while all that the layer keeps is there. experts: on this rank, whose weights' gradients
+    come together.
+    """
+    kept, matmuls = layer.kept, layer.matmuls
+    if "logits" in kept:
+        logits = kept["logits"]
+        narrow = of.products != of.losses
+        loss = logits + narrow * _loss_block(logits, of, on_gpu)
+        return max(loss, _weight_bytes(matmuls[-1], of))
+    if not matmuls:
+        return 0.0
+    item = ITEM_BYTES[of.products]
+    if _attends(layer):
+        weights = _of_weights(layer)
+        inputs = weights[-1].m * weights[-1].k * item
+        gradients = sum(x.m * x.n for x in weights[:-1]) * item
+        return max(inputs + _weight_bytes(weights[-1], of), gradients)
+    experts = experts if "hidden of experts" in kept else 1
+    hidden = sum(kept.get(x, 0) for x in ("hidden", "hidden of experts"))
+    is_gated = "activated gate" in kept or "activated gate of experts" in kept
+    return hidden + max(experts * _weight_bytes(matmuls[-1], of), is_gated * hidden)
+
+
+def _forward_temporary(layer: LayerNumbers, of: Microbatch, on_gpu: bool) -> float:
+    """Return the temporary bytes of a layer's forward that matter: those of the loss."""
+    if "logits" not in layer.kept:
+        return 0.0
+    narrow = of.products != of.losses
+    return (1 + narrow) * _loss_block(layer.kept["logits"], of, on_gpu)
+
+
+def _loss_block(logits: float, of: Microbatch, on_gpu: bool) -> float:
+    """Return the bytes of the logits that the loss looks at together, in its own type."""
+    at_once = 1 << 28 if on_gpu else 1 << 20  # BLOCK_BYTES, CACHED_BYTES of loss_terms.py
+    return min(logits, at_once) / ITEM_BYTES[of.products] * ITEM_BYTES[of.losses]
+
+
+def _of_weights(layer: LayerNumbers) -> tuple[Matmul, ...]:
+    """Return the matmuls of weights; the last two of an attention are those of its scores."""
+    return layer.matmuls[:-2] if _attends(layer) else layer.matmuls
+
+
+def _attends(layer: LayerNumbers) -> bool:
+    return not layer.kept.keys().isdisjoint(("softmax", "scores"))
+
+
+def _weight_bytes(matmul: Matmul, of: Microbatch) -> float:
+    """Return the bytes of a weight's gradient, as a backward makes it."""
+    return matmul.n * matmul.k * ITEM_BYTES[of.products]
+
+
+def _deferred(layer: LayerNumbers, of: Microbatch) -> float:
+    """Return what the gradients of a layer's weights wait for: inputs and gradients of outputs."""
+    item = ITEM_BYTES[of.products]
+    inputs = sum(layer.kept.get(x, 0) for x in ("input", "joined heads", "hidden"))
+    return inputs + sum(x.m * x.n for x in _of_weights(layer)) * item
+
+
+def _stream_bytes(plan: Plan, of: Microbatch) -> float:
+    """Return the bytes of what goes from block to block."""
+    assert plan.shape is not None
+    parts = of.tensor if plan.shape.sequence_parallel else 1
+    return of.rows // parts * plan.shape.dim * ITEM_BYTES[of.stream]
+
+
+def _message_bytes(plan: Plan, place: int, of: Microbatch) -> float:
+    """Return the bytes of messages that are posted or under way: for each micro-batch that waits
+    for its gradient an output that leaves and a gradient that comes, and a pair for the input."""
+    last = plan.schedule.num_stages - 1
+    peaks, stream = plan.timeline.peak_live, _stream_bytes(plan, of)
+    pairs = 0
+    for stage in plan.schedule.stages_of(place) if last else ():
+        pairs += (min(peaks[stage], 2) if stage < last else 0) + (stage > 0)
+    return 2 * pairs * stream
+
+
+def _input_bytes(plan: Plan, stages: Collection[int], of: Microbatch) -> float:
+    """Return the bytes of ids and targets of all micro-batches of a pass."""
+    number, last = plan.schedule.num_microbatches, plan.schedule.num_stages - 1
+    sides = (0 in stages) + (last in stages)
+    return sides * number * of.rows * ITEM_BYTES["int64"]
