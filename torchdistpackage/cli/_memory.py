@@ -1,5 +1,6 @@
 """The predicted peak of a rank as `tdp plan` prints it: one line of its summary, or all kinds."""
 
+from torchdistpackage.cli._common import wrap
 from torchdistpackage.plan.memory_fit import (
     fit_text,
     largest_micro_batch,
@@ -23,7 +24,7 @@ def peak_line(plan: Plan, device: str | None = None) -> str:
 def memory_table(plan: Plan, device: str | None = None) -> str:
     """Return the peak by kind, and the longest sequence and largest micro-batch that fit."""
     if (why := unpredicted_memory(plan)) is not None:
-        return f"predicted peak: {why}"
+        return wrap(f"predicted peak: {why}")
     found, limit = largest_peak(plan), memory_limit(plan, device)
     kinds = found.peak.by_kind().items()
     rows = [(kind, size_text(num_bytes)) for kind, num_bytes in kinds]
@@ -33,7 +34,7 @@ def memory_table(plan: Plan, device: str | None = None) -> str:
         lines.append("activations are those of experts chosen alike, or may be more in a kernel")
     if limit is None:
         lines.append("train.memory_gb, or a device, tells whether it fits")
-        return "\n".join(lines)
+        return wrap("\n".join(lines))
     lines.append(fit_text(plan, found, limit))
     longest = longest_seq_len(plan, found, limit)
     largest = largest_micro_batch(plan, found, limit)
@@ -47,4 +48,4 @@ def memory_table(plan: Plan, device: str | None = None) -> str:
         if largest is not None
         else "not even one sequence fits in a micro-batch"
     )
-    return "\n".join(lines)
+    return wrap("\n".join(lines))

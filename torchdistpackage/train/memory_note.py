@@ -44,7 +44,8 @@ def memory_note(trainer: Trainer) -> str:
     rows = [("memory of this rank", "predicted", "actual")]
     for kind in dict.fromkeys((*predicted, *actual)):
         pair = (predicted.get(kind), actual.get(kind))
-        rows.append((kind, *("" if x is None else size_text(x) for x in pair)))
+        sizes = ["" if x is None else size_text(x) for x in pair]
+        rows.append((kind, sizes[0], sizes[1]))
     advice = (
         "recompute activations (train.recompute: blocks), split further (parallel.tensor, "
         "parallel.zero) or take smaller micro-batches; tdp plan --memory says what fits"
