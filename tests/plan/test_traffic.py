@@ -115,6 +115,8 @@ def rest():
     yield 2, "gpt", "data=2", *MOE, "model.moe.balance=bias"
     yield 2, "gpt", "data=2", *MOE, "model.moe.balance=global_aux_loss", "zero=2"
     yield 4, "gpt", "data=2", "expert=2", TP, SP, *MOE
+    padded = "model.moe.capacity_factor=0.7", "model.moe.pad_to_capacity=true"
+    yield 4, "gpt", "data=2", "expert=2", TP, SP, *MOE, *padded, "train.recompute=blocks"
     yield 2, "gpt", TP, "model.position=learned", "model.mlp=swiglu", "model.norm=rms", SP
 
 

@@ -171,6 +171,12 @@ class MoESection(Section):
         description="Most tokens that an expert takes from one sequence, as a multiple of the "
         "mean; further tokens skip the expert. null: no limit.",
     )
+    pad_to_capacity: bool = Field(
+        default=False,
+        description="In training, send each expert all places of capacity_factor, empty ones as "
+        "zeros. Sizes of messages are then known without counts, so the host of a GPU does not "
+        "wait in each layer; set it where steps are limited by the host.",
+    )
     shared_hidden: k.WidthOrNull = Field(
         default=None,
         description="Hidden width of an extra MLP through which all tokens go; null: none.",

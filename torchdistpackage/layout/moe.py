@@ -31,6 +31,8 @@ class MoEShape:
         logits (ST-MoE, arXiv:2202.08906). bias_rate: how far a bias moves in each step.
     capacity_factor: tokens that an expert accepts from each sequence, as a multiple of the mean;
         None: no limit.
+    pad_to_capacity: in training each expert is sent all its places, empty ones as zeros, so sizes
+        of messages follow from the shape of the input and no host reads counts of a device.
     shared_hidden: width of an MLP that every token goes through; None: there is none.
     shared_gate: a sigmoid gate of its own weights the shared expert.
     jitter: multiply the router's input in training by a random factor of 1 +- jitter.
@@ -54,6 +56,7 @@ class MoEShape:
     z_loss: float = 0.0
     bias_rate: float = 0.001
     capacity_factor: float | None = None
+    pad_to_capacity: bool = False
     shared_hidden: int | None = None
     shared_gate: bool = False
     jitter: float = 0.0
@@ -77,6 +80,12 @@ class MoEShape:
             problems.append(
                 f"capacity_factor={self.capacity_factor:g} leaves the experts no place; set it "
                 f"above 0, or leave it out to drop nothing"
+            )
+        if self.pad_to_capacity and self.capacity_factor is None:
+            problems.append(
+                f"pad_to_capacity fills the places that capacity_factor counts, which is not "
+                f"given; set it, to {self.num_experts / max(self.top_k, 1):g} (num_experts / "
+                f"top_k) if no token may be dropped"
             )
         for name, names in (("score", get_args(Score)), ("balance", BALANCES)):
             if (value := getattr(self, name)) not in names:
@@ -115,6 +124,20 @@ class MoEShape:
                 f"top_k={self.top_k}; set top_groups to {least} or more"
             ]
         return []
+
+    def capacity(self, seq_len: int) -> int:
+        """Return the places of an expert in a sequence: `capacity_factor` times the mean, rounded
+        up, and at most one for each token.
+        """
+        assert self.capacity_factor is not None
+        places = math.ceil(self.capacity_factor * seq_len * self.top_k / self.num_experts)
+        return min(places, seq_len)
+
+    def padded_rows(self, seq_len: int, batch: int) -> int | None:
+        """Return how many rows each expert is sent of a batch of training; None: as many as
+        choose it.
+        """
+        return self.capacity(seq_len) * batch if self.pad_to_capacity else None
 
     def check_split(self, num_ranks: int, tensor: int = 1) -> list[str]:
         """Return why `num_ranks` expert ranks with `tensor` tensor ranks each cannot share the

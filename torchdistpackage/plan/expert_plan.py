@@ -58,17 +58,35 @@ def expert_plan(plan: Plan) -> ExpertPlan | None:
         math.prod(x.shape) // num_experts * (num_experts - top_k) for x in expert_layouts.values()
     )
     tokens = plan.samples_per_microbatch * shape.seq_len // plan.config.parallel.context
-    most_bytes = tokens * top_k * shape.dim * plan.numbers.activations.num_bytes
-    on_rank = even_sizes(num_experts, ranks)
+    on_rank, sent_rows = even_sizes(num_experts, ranks), tokens * top_k
+    mean_rows = sent_rows * ranks * on_rank[0] / num_experts
+    most_rows = tokens * ranks * min(top_k, on_rank[0])
+    mean_share = 1 - 1 / ranks
+    most_share: float = ranks > 1
+    if (padded_rows := _padded_rows(plan)) is not None:
+        sent_rows = num_experts * padded_rows
+        mean_rows = most_rows = ranks * on_rank[0] * padded_rows
+        most_share = 1 - min(on_rank) / num_experts
+    sent_bytes = sent_rows * shape.dim * plan.numbers.activations.num_bytes
     return ExpertPlan(
         num_parameters(plan) - idle,
         len({name.partition(".experts.")[0] for name in expert_layouts}),
         tuple(on_rank),
-        most_bytes * (1 - 1 / ranks),
-        most_bytes * (ranks > 1),
-        tokens * top_k * ranks * on_rank[0] / num_experts,
-        tokens * ranks * min(top_k, on_rank[0]),
+        sent_bytes * mean_share,
+        round(sent_bytes * most_share),
+        mean_rows,
+        most_rows,
     )
+
+
+def _padded_rows(plan: Plan) -> int | None:
+    """Return how many rows each expert is sent of a microbatch of a rank, if the router does not
+    decide that.
+    """
+    shape = plan.shape
+    if not isinstance(shape, GPTShape) or shape.moe is None:
+        return None
+    return shape.moe.padded_rows(shape.seq_len, plan.samples_per_microbatch)
 
 
 def _sizes(plan: Plan) -> tuple[int, int] | None:

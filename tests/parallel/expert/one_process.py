@@ -24,6 +24,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "uneven": {"num_experts": 5, "top_k": 3, "gated": False, "bias": True, **LOSS},
     "bias": {"num_experts": 6, "top_k": 2, "score": "sigmoid", "balance": "bias", "bias": True},
     "capacity": {"num_experts": 4, "top_k": 2, "capacity_factor": 0.7, **LOSS},
+    "padded": {
+        "num_experts": 5,
+        "top_k": 2,
+        "capacity_factor": 0.7,
+        "pad_to_capacity": True,
+        "bias": True,
+        **LOSS,
+    },
     "groups": {
         "num_experts": 8,
         "top_k": 2,

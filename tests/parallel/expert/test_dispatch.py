@@ -155,15 +155,67 @@ def layers(num: int, **options) -> tuple[torch.nn.Sequential, torch.Tensor]:
     return torch.nn.Sequential(*made), drawn(0, 5, 3, DIM).requires_grad_()
 
 
-@pytest.mark.parametrize("options", [{}, {"shared_hidden": 5}, {"capacity_factor": 2.0}], ids=str)
-def test_the_host_waits_once_for_each_layer_and_never_in_a_backward(options):
+@pytest.mark.parametrize(
+    ("options", "num_syncs"),
+    [
+        ({}, 1),
+        ({"shared_hidden": 5}, 1),
+        ({"capacity_factor": 2.0}, 1),
+        ({"capacity_factor": 2.0, "pad_to_capacity": True, "shared_hidden": 5}, 0),
+    ],
+    ids=str,
+)
+def test_the_host_waits_once_for_each_layer_or_never_and_not_in_a_backward(options, num_syncs):
     with mirror(4), ordered_streams() as history:
         net, x = layers(3, check_nan=False, **options)
         before = history.num_host_syncs
         y = net(x)
-        assert history.num_host_syncs - before == 3
+        assert history.num_host_syncs - before == 3 * num_syncs
         y.sum().backward()
-        assert history.num_host_syncs - before == 3
+        assert history.num_host_syncs - before == 3 * num_syncs
+
+
+def padded_beside_counted() -> None:
+    """Outputs, gradients and what travels of two layers with one set of weights; one pads."""
+    tpc.setup_process_groups([("data", 2)], expert=2)
+    common = {"shared_hidden": 5, "bias": True, "gated": False, "dtype": torch.float64}
+    for factor, top_k in ((0.7, 2), (2.5, 1), (5.0, 2)):
+        sizes = {"num_experts": 5, "top_k": top_k, "capacity_factor": factor}
+        counted = MoELayer(DIM, 6, **sizes, **common)
+        layer = MoELayer(DIM, 6, **sizes, **common, pad_to_capacity=True)
+        layer.load_state_dict(counted.state_dict())
+        x = drawn(tpc.rank, 5, 3, DIM)
+        sent, plain = [], primitives.all_to_all
+
+        def noted(rows, group, send=None, receive=None, async_op=False):
+            sent.append((tuple(send), tuple(receive)))  # noqa: B023
+            return plain(rows, group, send, receive, async_op)  # noqa: B023
+
+        results = []
+        for each in (counted, layer):
+            each.zero_grad()
+            input_ = x.clone().requires_grad_()
+            primitives.all_to_all = noted
+            try:
+                sent.clear()
+                y = each(input_)
+                (y * drawn(9, 5, 3, DIM)).sum().backward()
+            finally:
+                primitives.all_to_all = plain
+            grads = [p.grad for p in each.parameters()]
+            assert all(grad is not None for grad in grads)
+            results.append([y, input_.grad, *grads])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+        places = min(-int(-factor * 5 * top_k // 5), 5) * 3
+        own = (3, 2)[tpc.rank] * places
+        there, back = ((3 * places, 2 * places), (own, own)), ((own, own), (3 * places, 2 * places))
+        assert sent == [there, back, there, back], "the shape of x alone says what is sent"
+        layer.eval()(drawn(tpc.rank, 5, 2 + tpc.rank, DIM))  # counts say sizes that differ
+
+
+def test_padding_changes_no_number_and_fixes_what_travels(ranks):
+    ranks(2).run(padded_beside_counted)
 
 
 def begun_late() -> TokenExchange:
@@ -203,6 +255,7 @@ def test_equal_scores_are_chosen_by_index_and_capacity_drops_the_last(ranks):
     kept = kept_choices(experts, 3, 2)
     assert kept[:, 0].tolist() == [[True, True], [True, True], [True, False]]
     ranks(1).run(tied)
+    ranks(1).run(nan_with_padding)
 
 
 def tied() -> None:
@@ -210,6 +263,12 @@ def tied() -> None:
     with torch.no_grad():
         layer.router.weight.zero_()
     assert layer.router(torch.randn(4, 2, DIM)).experts.eq(torch.arange(3)).all()
+
+
+def nan_with_padding() -> None:
+    layer = MoELayer(DIM, 6, 4, capacity_factor=1.0, pad_to_capacity=True)
+    with pytest.raises(DataError, match="scores are NaN"):
+        layer(torch.full((5, 2, DIM), torch.nan))
 
 
 def nan_on_rank_1() -> None:
@@ -235,6 +294,7 @@ def test_nan_scores_are_named_by_all_ranks(ranks):
     [
         ({"top_k": 5}, "top_k=5 experts for each token, of num_experts=4; set top_k to 4 or less"),
         ({"capacity_factor": 0.0}, "capacity_factor=0 leaves the experts no place"),
+        ({"pad_to_capacity": True}, "set it, to 2 (num_experts / top_k) if no token may be"),
         ({"num_groups": 3}, "num_experts=4 cannot be num_groups=3 equal groups"),
         (
             {"num_groups": 4, "top_groups": 1},

@@ -9,7 +9,7 @@ from tests.parallel.expert.one_process import OPTIONS
 DATA4, DATA2 = (("data", 4),), (("data", 2),)
 BOTH, TENSOR = (("data", 2), ("tensor", 2)), (("data", 1), ("tensor", 2))
 SPLIT = {"sequence_parallel": True}
-SOME = ("uneven", "groups", "capacity", "global")
+SOME = ("uneven", "groups", "capacity", "padded", "global")
 HOWS = ("ddp", "1", "2", "3")
 
 

@@ -4,15 +4,8 @@ Each sequence is judged alone, so that no layout changes the dropped choices. To
 and of one token the better choice first. A choice is dropped when all places are taken.
 """
 
-import math
-
 import torch
 from torch import Tensor
-
-
-def capacity(factor: float, seq_len: int, top_k: int, num_experts: int) -> int:
-    """Return the places of an expert in a sequence: `factor` times the mean, rounded up."""
-    return math.ceil(factor * seq_len * top_k / num_experts)
 
 
 def kept_choices(experts: Tensor, num_experts: int, places: int) -> Tensor:

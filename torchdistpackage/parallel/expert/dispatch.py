@@ -5,10 +5,13 @@ experts. One all-gather of counts says how many rows each rank sends. One all-to
 tokens, another returns the results; the backward is these two with their roles exchanged. Only
 chosen tokens travel. A rank without tokens, or without tokens for its experts, makes the same calls
 as all others, so collectives have one order on all ranks for every routing.
+
+With `places` there is no gather: every expert is sent so many rows, of which some are padding, and
+no size depends on the routing.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -30,17 +33,23 @@ class Choices:
     """Which choices of this rank's tokens are sent, in which order.
 
     order: (n,) which choice, token * top_k + place, each row that is sent is, sorted by expert.
-    num_tokens, top_k: of this rank.
+    num_tokens, top_k: of this rank. is_padded: some rows are padding, of choice number
+        num_tokens * top_k, which no token has.
     """
 
     order: Tensor
     num_tokens: int
     top_k: int
+    is_padded: bool = field(default=False, kw_only=True)
+
+    @property
+    def num_choices(self) -> int:
+        return self.num_tokens * self.top_k
 
     @property
     def is_complete(self) -> bool:
-        """True if every choice is sent, none dropped."""
-        return len(self.order) == self.num_tokens * self.top_k
+        """True if every choice is sent, none dropped, and nothing else."""
+        return not self.is_padded and len(self.order) == self.num_choices
 
     def rows_of(self, x: Tensor) -> Tensor:
         """Return the rows (n, D) to send from the tokens x (num_tokens, D)."""
@@ -128,6 +137,8 @@ def plan_dispatch(
 class PendingDispatch:
     """A dispatch whose counts are on their way to the host; the arguments of `plan_dispatch`.
 
+    places: rows that each expert is sent, at least as many as choose it: then there are no counts
+    to wait for, and no rank hears of the others' `bad`.
     choices: what is sent, where that is known before the counts are, and where the host would wait
     for a device to have them. Compute something else first then: rows of `choices` can already
     travel from here on.
@@ -140,6 +151,7 @@ class PendingDispatch:
         bad: Tensor,
         bounds: Sequence[int],
         group: Group,
+        places: int | None = None,
     ):
         self._kept, self._bad, self._bounds, self._group = kept, bad, bounds, group
         self._size: tuple[int, int] = (experts.shape[0], experts.shape[1])
@@ -149,10 +161,15 @@ class PendingDispatch:
         by_expert, self._order = flat.sort(stable=True)
         # bincount would do, but on a device its host waits for the largest number
         numbers = torch.arange(num_experts + 2, device=flat.device)
-        self._counts = torch.searchsorted(by_expert, numbers).diff()
+        firsts = torch.searchsorted(by_expert, numbers)
+        self._counts = firsts.diff()
+        self.choices: Choices | None = None
+        self._places = places
+        if places is not None:
+            self._order = _padded(self._order, firsts, places)
+            return
         # in place of those that were dropped, which nobody asks for
         self._counts[num_experts] = bad
-        self.choices: Choices | None = None
         if group.size() > 1:
             self._all_counts = primitives.all_gather(self._counts.unsqueeze(0), group)
             self._on_host = OnHost(self._all_counts)
@@ -163,6 +180,8 @@ class PendingDispatch:
         """Return the dispatch, and the ranks of the group whose `bad` is true."""
         group, bounds, order = self._group, self._bounds, self._order
         size, index, num_experts = group.size(), group.rank(), bounds[-1]
+        if self._places is not None:
+            return self._padded_plan(self._places)
         if size == 1:
             blocks, flags = self._counts[None, :-1], []
             if order.device.type == "cpu" and bool(self._bad):  # a device is not waited for
@@ -178,6 +197,29 @@ class PendingDispatch:
         sent_order = order[: sum(sent)]
         plan = Dispatch(sent_order, *self._size, group, sent, received, blocks, lengths)
         return plan, [r for r, row in enumerate(table) if row[num_experts]]
+
+    def _padded_plan(self, places: int) -> tuple[Dispatch, list[int]]:
+        """Return the dispatch of `places` rows for each expert; no host reads a device for it."""
+        group, bounds, order = self._group, self._bounds, self._order
+        size, index = group.size(), group.rank()
+        held = [last - first for first, last in pairwise(bounds)]
+        sent = tuple(num * places for num in held)
+        here = held[index]
+        blocks = torch.full((size, here), places, device=order.device)
+        received, lengths = (here * places,) * size, [[places] * here] * size
+        plan = Dispatch(order, *self._size, group, sent, received, blocks, lengths, is_padded=True)
+        return plan, [index] if not is_queued(group) and bool(self._bad) else []
+
+
+def _padded(order: Tensor, firsts: Tensor, places: int) -> Tensor:
+    """Return `places` choices of each expert, (experts x places): its own, then padding.
+
+    order: all choices, sorted by expert. firsts: (experts + 2,) where those of each begin.
+    """
+    num = len(order)
+    at = firsts[:-2, None] + torch.arange(places, device=order.device)
+    chosen = order[at.clamp(max=num - 1)]
+    return torch.where(at < firsts[1:-1, None], chosen, num).flatten()
 
 
 def _regroup(blocks: Tensor, num: int) -> Tensor:
@@ -308,7 +350,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, plan: Choices) -> Tensor:
         ctx.plan = plan
-        return x.index_select(0, plan.order // plan.top_k)
+        return _of_choices(x, plan)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -330,14 +372,16 @@ class _Combine(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         plan = ctx.plan
         rows, weights = ctx.saved_tensors
-        grad_rows = grad.index_select(0, plan.order // plan.top_k)
+        grad_rows = _of_choices(grad, plan)
         grad_weights = None
         if ctx.needs_input_grad[1]:
             wide = torch.promote_types(rows.dtype, weights.dtype)
             dots = torch.linalg.vecdot(grad_rows.to(wide), rows.to(wide)).to(weights.dtype)
-            grad_weights = weights.new_zeros(plan.num_tokens * plan.top_k)
-            grad_weights = grad_weights.index_copy_(0, plan.order, dots).view_as(weights)
-        by_row = weights.flatten().index_select(0, plan.order)
+            grad_weights = weights.new_zeros(plan.num_choices + plan.is_padded)
+            grad_weights.index_copy_(0, plan.order, dots)
+            grad_weights = grad_weights[: plan.num_choices].view_as(weights)
+        by_choice = F.pad(weights.flatten(), (0, int(plan.is_padded)))
+        by_row = by_choice.index_select(0, plan.order)
         return grad_rows.mul_(by_row.unsqueeze(1).to(rows.dtype)), grad_weights, None
 
 
@@ -362,6 +406,15 @@ def _permuted(rows: Tensor, index: Tensor, back: bool) -> Tensor:
     return torch.empty_like(rows).index_copy_(0, index, rows)
 
 
+def _of_choices(x: Tensor, plan: Choices) -> Tensor:
+    """Return the token of each row, (num_tokens, D) -> (n, D); zeros for padding."""
+    if not plan.is_padded:
+        return x.index_select(0, plan.order // plan.top_k)
+    # not by a factor of 0, which leaves a NaN
+    rows = x.index_select(0, (plan.order // plan.top_k).clamp(max=plan.num_tokens - 1))
+    return rows.masked_fill_((plan.order == plan.num_choices).unsqueeze(1), 0)
+
+
 def _of_tokens(rows: Tensor, plan: Choices, weights: Tensor | None = None) -> Tensor:
     """Return the sum of each token's rows in the order of its choices, times their weights.
 
@@ -375,8 +428,9 @@ def _of_tokens(rows: Tensor, plan: Choices, weights: Tensor | None = None) -> Te
         # reads the rows where they are, without a copy in the order of choices
         return F.embedding_bag(places, rows, per_sample_weights=weights, mode="sum")
     make = rows.new_empty if plan.is_complete else rows.new_zeros
-    full = make((plan.num_tokens * plan.top_k, *rows.shape[1:])).index_copy_(0, plan.order, rows)
-    full = full.view(plan.num_tokens, plan.top_k, *rows.shape[1:])
+    full = make((plan.num_choices + plan.is_padded, *rows.shape[1:]))
+    full.index_copy_(0, plan.order, rows)  # rows of padding all come to the last one
+    full = full[: plan.num_choices].view(plan.num_tokens, plan.top_k, *rows.shape[1:])
     if weights is None:
         return full.sum(1)
     y = full[:, 0] * weights[:, :1]

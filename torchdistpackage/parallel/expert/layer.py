@@ -18,7 +18,7 @@ from torchdistpackage.errors import DataError
 from torchdistpackage.layout.moe import MoEShape
 from torchdistpackage.layout.partition import refuse
 from torchdistpackage.parallel.expert import shape as numbers
-from torchdistpackage.parallel.expert.capacity import capacity, kept_choices
+from torchdistpackage.parallel.expert.capacity import kept_choices
 from torchdistpackage.parallel.expert.dispatch import PendingDispatch, TokenExchange
 from torchdistpackage.parallel.expert.experts import Experts, bounds
 from torchdistpackage.parallel.expert.groups import ExpertGroups
@@ -44,7 +44,10 @@ class MoELayer(Marked):
         `balance_experts` or a trainer leaves, not by those of this forward, summed over all ranks.
     attach_loss: the losses' gradient, times the tokens of the forward, joins this layer's backward
         by itself, as a loss that is a sum over tokens needs it; then `aux_loss` is for reading.
-    check_nan: a NaN among the scores is an error, which names layer, rank and token.
+    check_nan: a NaN among the scores is an error, which names layer, rank and token. With
+        `pad_to_capacity` in training no rank hears of the others' scores: on a CPU the rank with
+        the NaN raises, on a device none does.
+    pad_to_capacity: all ranks of the group give x of one shape in training.
     name: of the layer, in errors.
 
     Raises:
@@ -159,6 +162,7 @@ class MoELayer(Marked):
             routing.bad,
             bounds(self.shape.num_experts, expert.size()),
             expert,
+            places=self._padded_places(whole.shape),
         )
         exchange = shared = None
         if self.shared is not None and pending.choices is not None:
@@ -196,11 +200,17 @@ class MoELayer(Marked):
         if self.shape.capacity_factor is None:
             return None
         shape, experts = self.shape, experts.view(*size[:2], -1)
-        places = capacity(shape.capacity_factor, size[0], shape.top_k, shape.num_experts)
-        kept = kept_choices(experts, shape.num_experts, places)
+        kept = kept_choices(experts, shape.num_experts, shape.capacity(size[0]))
         if self.training:
             self.router.counter.add_dropped((~kept).sum())
         return kept.flatten(0, 1)
+
+    def _padded_places(self, size: torch.Size) -> int | None:
+        """Return how many rows each expert is sent, of which some are padding; None: no padding.
+
+        Batches of a validation may differ between ranks, so there counts say the sizes.
+        """
+        return self.shape.padded_rows(size[0], size[1]) if self.training else None
 
     def _refuse_nan(self, x: Tensor, bad: list[int]) -> None:
         """Raise DataError for NaN scores on these ranks of the expert group."""

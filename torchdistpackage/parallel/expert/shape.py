@@ -74,13 +74,17 @@ def numbers(
     cuts: its `layouts`. again: see `CallPlace.row`. What a rank keeps the router decides.
     """
     of, calls = place.of, list[CallCount]()
+    padded_rows = shape.padded_rows(of.tokens, of.samples) if of.trains else None
     dtypes = of.stream, of.stream  # experts compute in the dtype of their tokens
     if of.expert > 1:
-        calls += dispatch(of, shape.num_experts, shape.top_k, dim, dtypes, place.forward)
+        sizes = shape.num_experts, shape.top_k, dim
+        calls += dispatch(of, *sizes, dtypes, place.forward, padded_rows)
     if of.tensor > 1:
         calls += place.experts(dim, shape.top_k, (*dtypes, of.stream), again)
     hidden = layer_numbers.on_rank(cuts["experts.down"], of)[2]
     routed = of.rows * shape.top_k
+    if padded_rows is not None:
+        routed = shape.num_experts * padded_rows
     matmuls = [
         Matmul(of.rows, shape.num_experts, dim),
         Matmul(routed, (2 if shape.gated else 1) * hidden, dim),

@@ -291,18 +291,27 @@ class CallPlace:
 
 
 def dispatch(
-    of: Microbatch, num_experts: int, top_k: int, width: int, dtypes: tuple[str, str], forward: int
+    of: Microbatch,
+    num_experts: int,
+    top_k: int,
+    width: int,
+    dtypes: tuple[str, str],
+    forward: int,
+    padded_rows: int | None = None,
 ) -> Iterator[CallCount]:
     """Yield the calls of a block whose experts ranks share: counts of tokens, the tokens and their
     results.
 
     The router decides how many rows come to a rank; a mean rank gets as many as it sends. dtypes:
-    of tokens and of results. forward: see `CallPlace`.
+    of tokens and of results. forward: see `CallPlace`. padded_rows: of each expert; then no counts
+    travel and the router decides nothing.
     """
-    rows, (tokens, results) = of.rows * top_k * width, dtypes
+    tokens, results = dtypes
+    rows = (of.rows * top_k if padded_rows is None else num_experts * padded_rows) * width
+    counts = 0 if padded_rows is not None else forward
     both = forward + int(of.trains)
     for operation, num, dtype, what, number in (
-        ("all_gather", num_experts + 1, "int64", "how many tokens go where", forward),
+        ("all_gather", num_experts + 1, "int64", "how many tokens go where", counts),
         ("all_to_all", rows, tokens, "tokens to their experts and their gradients", both),
         ("all_to_all", rows, results, "results of experts and their gradients", both),
     ):
