@@ -1,19 +1,25 @@
 """Which groups get which options, and how NCCL is told."""
 
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from torchdistpackage.comm import creation, groups
+from torchdistpackage.comm import creation, groups, runtime
 from torchdistpackage.comm.backends import Transport
 from torchdistpackage.comm.group_options import AXIS_OPTIONS, GroupOptions, merged, nccl_options
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.load import loads
+from torchdistpackage.environment.rendezvous import Rendezvous
 from torchdistpackage.errors import ConfigError
+from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.testing import mirror
+from torchdistpackage.train import build, worker
 from torchdistpackage.train.build import group_options, world_options
 
 HIGH = GroupOptions(high_priority=True)
@@ -102,6 +108,63 @@ def test_torch_gets_them_for_groups_over_nccl_alone(monkeypatch):
         creation.create([0, 1], "companion", options=HIGH, backend="late")
     assert [x is None for x in given] == [True, False, True, True]
     assert given[1].is_high_priority_stream and given[1]._timeout.total_seconds() == 70
+
+
+class Handed(Exception):
+    """Ends a start once its groups would be made."""
+
+
+def ends(given: dict[str, object]):
+    def call(*args, **kwargs):
+        given.update(kwargs)
+        raise Handed
+
+    return call
+
+
+PLACE = Rendezvous(0, 4, 0, 4, 0, "127.0.0.1", (1,), "token", "test")
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_the_default_group_gets_them_over_nccl_alone(monkeypatch, backend):
+    given: dict[str, object] = {}
+    store, cpu = dist.HashStore(), torch.device("cpu")
+    for name, answer in (
+        ("_as_of", PLACE),
+        ("_prepare_for_many", ""),
+        ("_meet", (store, None, "")),
+        ("_agree_on_device", (cpu, backend, ())),
+        ("joins_within", nullcontext()),
+    ):
+        monkeypatch.setattr(runtime, name, lambda *_, answer=answer, **__: answer)
+    monkeypatch.setattr(dist, "init_process_group", ends(given))
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    with pytest.raises(Handed):
+        runtime.join(PLACE, options=GroupOptions(True, 8), init_timeout_s=700.0)
+    options: Any = given["pg_options"]
+    if backend == "gloo":
+        assert options is None
+        return
+    assert options.is_high_priority_stream and options.config.max_ctas == 8
+    assert options._timeout == given["timeout"] == timedelta(seconds=700)
+
+
+def test_a_run_hands_its_keys_to_the_default_group_and_to_those_of_the_axes(monkeypatch):
+    text = "parallel: {tensor: 4, high_priority: [data], max_ctas: {data: 8, tensor: 4}}"
+    config, given = loads(text), dict[str, object]()
+    for name in ("add_user_code", "end_processes"):
+        monkeypatch.setattr(worker, name, lambda *_: None)
+    monkeypatch.setattr(worker, "detect", lambda env: PLACE)
+    monkeypatch.setattr(worker, "join", ends(given))
+    with pytest.raises(Handed):
+        worker._join(config, "never", SignalFlag())
+    assert given["options"] == GroupOptions(max_ctas=4)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)
+    monkeypatch.setattr(type(build.tpc), "setup", ends(given))
+    with pytest.raises(Handed):
+        build.build_model(make_plan(config, 8), 0, torch.device("cpu"))
+    assert given["options"] == {"data": GroupOptions(True, 8), "tensor": GroupOptions(max_ctas=4)}
 
 
 def test_keys_say_which():

@@ -71,6 +71,26 @@ def test_what_one_rank_used_is_stepped_on_all_nodes(ranks):
     ranks(4).run(unused_with_replicas)
 
 
+def held_over_replicas() -> None:
+    """What is not trained is the first rank's everywhere, also on the other node."""
+    rank = dist.get_rank()
+    groups = [dist.new_group(r) for r in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    tpc.setup_process_groups([("data", 4)])
+    apart = {"group": groups[rank // 2], "replicas": groups[2 + rank % 2]}
+    for options in (apart, {"zero_group": 2}):
+        net = simple()
+        net[2].requires_grad_(False)
+        net.register_buffer("mean", torch.full((3,), float(rank)))
+        with torch.no_grad():
+            net[2].weight.fill_(rank)
+        ZeroOptimizer(adamw(net), net, **options)
+        assert net.mean.eq(0).all() and net[2].weight.eq(0).all(), options
+
+
+def test_buffers_and_frozen_parameters_are_those_of_the_first_rank_on_all_nodes(ranks):
+    ranks(4).run(held_over_replicas)
+
+
 def weights(data: int, tensor: int, options: dict) -> parity.Held:
     tpc.setup_process_groups([("data", data), ("tensor", tensor)])
     shape = GPTShape(2, 8, 2, 17, 6, sequence_parallel=tensor > 1)

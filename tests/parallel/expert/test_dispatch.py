@@ -267,8 +267,12 @@ def tied() -> None:
 
 def nan_with_padding() -> None:
     layer = MoELayer(DIM, 6, 4, capacity_factor=1.0, pad_to_capacity=True)
+    x = torch.full((5, 2, DIM), torch.nan)
+    if is_queued(layer.groups.expert):  # as on a device, of which no host reads anything
+        assert layer(x).isnan().all()
+        return
     with pytest.raises(DataError, match="scores are NaN"):
-        layer(torch.full((5, 2, DIM), torch.nan))
+        layer(x)
 
 
 def nan_on_rank_1() -> None:
