@@ -162,7 +162,7 @@ class MoELayer(Marked):
             routing.bad,
             bounds(self.shape.num_experts, expert.size()),
             expert,
-            places=self._padded_places(whole.shape),
+            places=self._padded_places(inputs.shape),
         )
         exchange = shared = None
         if self.shared is not None and pending.choices is not None:
