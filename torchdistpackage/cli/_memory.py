@@ -1,5 +1,7 @@
 """The predicted peak of a rank as `tdp plan` prints it: one line of its summary, or all kinds."""
 
+from collections.abc import Sequence
+
 from torchdistpackage.cli._common import wrap
 from torchdistpackage.plan.memory_fit import (
     fit_text,
@@ -9,13 +11,13 @@ from torchdistpackage.plan.memory_fit import (
     memory_limit,
     unpredicted_memory,
 )
-from torchdistpackage.plan.run_plan import Plan
+from torchdistpackage.plan.run_plan import Plan, StageLoad
 from torchdistpackage.text import size_text, text_table
 
 
-def peak_line(plan: Plan, device: str | None = None) -> str:
+def peak_line(plan: Plan, loads: Sequence[StageLoad], device: str | None = None) -> str:
     """Return the peak for the summary of a plan whose memory is predicted."""
-    found, limit = largest_peak(plan), memory_limit(plan, device)
+    found, limit = largest_peak(plan, loads), memory_limit(plan, device)
     if limit is None:
         return f"{size_text(found.peak.total)} on rank {found.rank}"
     return fit_text(plan, found, limit)

@@ -80,7 +80,7 @@ def _memory(plan: Plan, device: str | None) -> list[tuple[str, str]]:
     if (why := unpredicted_memory(plan)) is not None:
         return [*lines, ("memory of a rank", f"{total}{where}: {parts}{sharded}; {why}")]
     lines.append(("memory of a rank", f"{total}{where}: {parts}{sharded}"))
-    return [*lines, ("predicted peak", peak_line(plan, device))]
+    return [*lines, ("predicted peak", peak_line(plan, loads, device))]
 
 
 def _schedule(plan: Plan) -> list[tuple[str, str]]:

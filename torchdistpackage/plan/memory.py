@@ -81,8 +81,8 @@ def memory(
     own_parts: Mapping[str, int] | None = None,
 ) -> MemoryEstimate:
     """Estimate the bytes of a rank that holds these parameters. packed: names of those held in 4
-    bits. own_parts: elements of each parameter that ZeRO leaves to the rank, where they are known;
-    others are shared evenly.
+    bits. own_parts: elements of each parameter that ZeRO leaves to the rank, where they are known:
+    the rank has all of others.
 
     ZeRO stage 1 leaves to each rank that shares a parameter its part of the optimizer's state (or
     all of it for some parameters, of an optimizer that needs them whole),
@@ -98,7 +98,9 @@ def memory(
     adds_up = zero < 2 or config.pipeline.microbatches > 1
     weights = gradients = optimizer = 0
     layouts = list(layouts)
-    parts = _parts(config, topology, layouts, rank) | dict(own_parts or {})
+    parts: Mapping[str, int] = {} if own_parts is None else own_parts
+    if own_parts is None and zero:
+        parts = _parts(config, topology, layouts, rank)
     for layout in layouts:
         mesh = topology.view(layout.view)
         count = num_elements(layout, mesh, rank)
@@ -107,7 +109,7 @@ def memory(
             weights += packed_bytes(count) if is_packed else count * weight.num_bytes
             continue
         weights += count * weight.num_bytes * config.has_reference_copy
-        part = parts[layout.name]
+        part = parts.get(layout.name, count)
         # what the optimizer updates is a part apart then, so a wide one is no copy
         is_freed = zero == 3 and len(layout.stages) <= 1
         weights += (part * (not has_copy) if is_freed else count) * weight.num_bytes

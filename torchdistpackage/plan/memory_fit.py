@@ -4,14 +4,14 @@ A peak is asked of the ranks of three pipe indices: the first, whose stage holds
 the last, which has the logits, and the one with the most weights and state.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
 
 from torchdistpackage.models.gpt_layout import GPTShape
 from torchdistpackage.plan.peak import PeakMemory, flat_memory, peak_memory
-from torchdistpackage.plan.run_plan import Plan, stage_loads
+from torchdistpackage.plan.run_plan import Plan, StageLoad, stage_loads
 from torchdistpackage.plan.step_time import device_of
 from torchdistpackage.text import size_text
 
@@ -37,9 +37,12 @@ def unpredicted_memory(plan: Plan) -> str | None:
     return None
 
 
-def largest_peak(plan: Plan) -> RankPeak:
-    """Return the rank that needs most, of a plan for which `unpredicted_memory` has no reason."""
-    loads = stage_loads(plan)
+def largest_peak(plan: Plan, loads: Sequence[StageLoad] = ()) -> RankPeak:
+    """Return the rank that needs most, of a plan for which `unpredicted_memory` has no reason.
+
+    loads: its `stage_loads`, where they are known.
+    """
+    loads = loads or stage_loads(plan)
     largest = max(loads, key=lambda load: load.memory.total_bytes).index
     mesh = plan.topology.dense
     ranks = [mesh.rank({"pipe": i}) for i in sorted({0, largest, len(loads) - 1})]

@@ -135,9 +135,7 @@ def flat_memory(plan: Plan, rank: int) -> tuple[MemoryEstimate, float]:
         padding += bucket.end * weight - (not bucket.is_freed) * num_elements * weight
         if plan.zero >= 2:  # the sum is apart from the buffer
             padding += (bucket.part - sum(bucket.parts().values())) * wide
-    state = memory(
-        plan.config, plan.topology, layouts, rank, plan.packed, parts if plan.zero else None
-    )
+    state = memory(plan.config, plan.topology, layouts, rank, plan.packed, parts)
     return state, padding + sum(sorted(under_way)[-UNDER_WAY:])
 
 

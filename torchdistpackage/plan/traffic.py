@@ -7,6 +7,7 @@ runs is said, and not guessed: how many tokens come to its experts, of which a m
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torchdistpackage.config.optimizers import OPTIMIZERS
 from torchdistpackage.ddp.bucket_plan import Bucket, BucketEntry, plan_buckets
@@ -131,20 +132,28 @@ def microbatch(plan: Plan, rank: int) -> Microbatch:
 # -- data, and what else sums gradients ------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _Group:
     """Ranks over which gradients are summed; equal ones are one object, so that thousands of ranks
     are hashed once.
 
-    deferred: as in `ParamSpec`. replicas: ranks with the same shard, this one included. along,
-    along_replicas: the axes of both.
+    deferred: as in `ParamSpec`. replicas: ranks with the same shard, this one included.
     """
 
     ranks: tuple[int, ...]
     replicas: tuple[int, ...]
     deferred: bool
-    along: str
-    along_replicas: str
+    mesh: Mesh
+
+    @cached_property
+    def along(self) -> str:
+        """The axes of the ranks."""
+        return _axes_of(self.mesh, self.ranks)
+
+    @cached_property
+    def along_replicas(self) -> str:
+        """The axes of the replicas."""
+        return _axes_of(self.mesh, self.replicas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,8 +301,7 @@ def _group(plan: Plan, layout: Layout, rank: int, groups: dict[Hashable, _Group]
         return None
     ranks, replicas = sharding_ranks(summed, mesh, rank, plan.zero_group)
     deferred = len(layout.stages) > 1
-    group = _Group(ranks, replicas, deferred, _axes_of(mesh, ranks), _axes_of(mesh, replicas))
-    return groups.setdefault((ranks, replicas, deferred), group)
+    return groups.setdefault((ranks, replicas, deferred), _Group(ranks, replicas, deferred, mesh))
 
 
 def _has_gradient(plan: Plan, name: str) -> bool:
