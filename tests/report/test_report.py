@@ -16,6 +16,7 @@ from torchdistpackage.report.charts import busy_excess, charts, thin
 from torchdistpackage.report.page import html
 from torchdistpackage.report.peaks import peak_flops_of
 from torchdistpackage.report.run import Run
+from torchdistpackage.report.status import status_of
 from torchdistpackage.report.story import life, tables
 
 
@@ -52,6 +53,20 @@ def test_what_a_step_is_spent_on_adds_up_to_its_time(tmp_path: Path):
     assert parts["compute"] == pytest.approx(0.09 * 4.5 / 4)
     assert parts["bubble and pipeline messages"] == pytest.approx(0.04)
     assert parts["exposed, data"] == pytest.approx(0.02)
+
+
+def test_the_predicted_step_lies_beside_the_measured_ones(tmp_path: Path):
+    folder = write_run(tmp_path / "a")
+    path = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[0]["predicted_s"] = 0.15
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = Run(folder)
+    measured, predicted = chart([run], "time_s").traces
+    assert (predicted["name"], predicted["y"]) == ("predicted", [0.15, 0.15])
+    assert predicted["x"] == [1, max(measured["x"])]
+    assert "predicted_s" not in {each.key for each in charts([run])}
+    assert status_of(run, 0.0).facts["step time"] == "0.2 s (predicted 0.15 s)"
 
 
 def test_a_rank_is_compared_with_the_peers_of_its_stage(tmp_path: Path):

@@ -119,6 +119,30 @@ def test_a_run_without_a_pipeline_shows_no_bubble():
     assert out.getvalue() == "step 1/1  loss 2.5000  99 tokens/s\n"
 
 
+@pytest.mark.parametrize(
+    ("bubble", "lines"),
+    [
+        (None, ["step 1/2  loss 2.5000  16 tokens/s (predicted 32)"]),
+        (
+            0.2,
+            [
+                "step 1/2  loss 2.5000  16 tokens/s  bubble 25.0% (predicted 20.0%)",
+                "  predicted 32 tokens/s",
+            ],
+        ),
+    ],
+)
+def test_the_predicted_speed_stands_beside_the_measured_one(tmp_path, capsys, bubble, lines):
+    log = StepLog(tmp_path, 2, rank=0, predicted_s=0.25, predicted_bubble=bubble)
+    with log.opened(0):
+        for step in (1, 2):
+            log.write(StepResult(step, 2.5, 1.0, 8, 0.5, 0.1, 0.25), 8 * step, {})
+    assert capsys.readouterr().out.splitlines()[: len(lines)] == lines
+    # a start says once what does not change
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row.get("predicted_s") for row in rows] == [0.25, None]
+
+
 @pytest.mark.parametrize("verbose", [False, True])
 def test_a_step_is_one_line_and_causes_of_the_bubble_are_in_its_row(tmp_path, capsys, verbose):
     causes = "1f1b: " + "waits for messages, " * 9

@@ -5,6 +5,7 @@ from pathlib import Path
 from torchdistpackage.cli._common import wrap
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench.profile import Profile
+from torchdistpackage.plan.compare import ComparedTerm, Comparison, compare_run
 from torchdistpackage.plan.measured import measured_device, measured_fabric
 from torchdistpackage.plan.run_plan import Plan
 from torchdistpackage.plan.step_time import RunTime, device_of, run_time, unpredicted
@@ -65,13 +66,7 @@ def time_table(estimate: Prediction | None) -> str:
     Raises:
         ConfigError: no device is named.
     """
-    if estimate is None:
-        raise ConfigError(
-            f"--time needs a device: pass --device NAME, or name the type of GPU in launch.slurm, "
-            f"such as gpus-per-node: h100:8, or pass --profile FILE that tdp comm bench --profile "
-            f"measured; the devices are {', '.join(DEVICES)}"
-        )
-    device, time = estimate
+    device, time = _known(estimate, "--time")
     head = f"predicted step on {device.title} ({device.name})"
     if isinstance(time, str):
         return f"{head}\n" + wrap(f"  {time}", indent="  ")
@@ -91,6 +86,73 @@ def time_table(estimate: Prediction | None) -> str:
     ]
     lines += [wrap(f"  {label:<9}{text}", indent=" " * 11) for label, text in notes]
     return "\n".join([head, *lines])
+
+
+def compare_table(plan: Plan, estimate: Prediction | None, folder: Path) -> str:
+    """Return the predicted terms beside those of the run in `folder`, the one that was wrong, and
+    the number that would explain it.
+
+    Raises:
+        ConfigError: no device is named, the step is not predicted, or the run does not fit the
+            plan.
+    """
+    device, time = _known(estimate, "--compare")
+    if isinstance(time, str):
+        raise ConfigError(f"--compare has no prediction to compare with: {time}")
+    compared = compare_run(plan, time.prediction, folder)
+    first, last = compared.steps
+    lines = [
+        wrap(f"{folder}, median of steps {first} to {last}, beside {device.name}"),
+        f"  {'term':<{_WIDTH}}{'predicted':>10}{'measured':>10}{'difference':>12}",
+        *(
+            _compared(term)
+            for term in (*compared.terms, compared.step)
+            if max(term.predicted_s, term.measured_s) > 1e-6
+        ),
+        wrap(f"  wrong    {_wrong(compared)}", indent=" " * 11),
+    ]
+    if compared.wrong is not None:
+        text = _explained(compared, "the profile" if device.call_s else device.name)
+        lines.append(wrap(f"  number   {text}", indent=" " * 11))
+    return "\n".join(lines)
+
+
+def _compared(term: ComparedTerm) -> str:
+    sign = "-" if term.difference_s < 0 else "+"
+    return (
+        f"  {term.name:<{_WIDTH}}{_seconds(term.predicted_s):>10}{_seconds(term.measured_s):>10}"
+        f"{sign + _seconds(abs(term.difference_s)):>12}"
+    )
+
+
+def _wrong(compared: Comparison) -> str:
+    if (term := compared.wrong) is None:
+        return "no term differs by 2% of the step or more"
+    share = abs(term.difference_s) / compared.step.measured_s
+    more = "more" if term.difference_s > 0 else "less"
+    return (
+        f"{term.name} takes {_seconds(abs(term.difference_s))} {more} than predicted, "
+        f"{share:.0%} of the step"
+    )
+
+
+def _explained(compared: Comparison, where: str) -> str:
+    if (number := compared.explanation) is None:
+        return "no other value of one number explains it"
+    return (
+        f"{number.name} of {number.after:.3g} in place of {number.before:.3g} in {where} would "
+        f"explain it"
+    )
+
+
+def _known(estimate: Prediction | None, option: str) -> Prediction:
+    if estimate is None:
+        raise ConfigError(
+            f"{option} needs a device: pass --device NAME, or name the type of GPU in "
+            f"launch.slurm, such as gpus-per-node: h100:8, or pass --profile FILE that tdp comm "
+            f"bench --profile measured; the devices are {', '.join(DEVICES)}"
+        )
+    return estimate
 
 
 def _seconds(seconds: float) -> str:

@@ -39,8 +39,9 @@ ESTIMATES = "torchdistpackage.plan.estimate:estimates"
 TIMELINE = "torchdistpackage.plan.estimate:timeline_with_messages"
 ELASTIC, CHECK_NODES = (f"torchdistpackage.plan.elastic:{x}" for x in ("fitted", "check_nodes"))
 TABLE = "torchdistpackage.cli._elastic:elastic_table"
-PREDICTED, STEP_LINE, STEP_TABLE = (
-    f"torchdistpackage.cli._step_time:{x}" for x in ("predicted", "summary_line", "time_table")
+PREDICTED, STEP_LINE, STEP_TABLE, COMPARED = (
+    f"torchdistpackage.cli._step_time:{x}"
+    for x in ("predicted", "summary_line", "time_table", "compare_table")
 )
 MEMORY_TABLE = "torchdistpackage.cli._memory:memory_table"
 """Import paths of what few plans need, loaded only for those."""
@@ -95,6 +96,14 @@ def plan(
             "launch.slurm.",
         ),
     ] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Print the predicted terms beside those of the run in folder RUN, the term that "
+            "was wrong, and the number that would explain it.",
+        ),
+    ] = None,
     sbatch: Annotated[
         bool, typer.Option("--sbatch", "--script", help="Print the batch script of the job.")
     ] = False,
@@ -106,7 +115,7 @@ def plan(
         typer.Option(
             metavar="FILE",
             help="Estimate communication times from a profile that tdp comm bench wrote; --time "
-            "predicts on its device.",
+            "and --compare predict on its device.",
         ),
     ] = None,
     tensor: Annotated[
@@ -156,7 +165,7 @@ def plan(
         return
     if tensor is not None:
         other = (overrides, world, ranks_per_node, sbatch, profile, picture, groups, show_bytes)
-        other = (*other, show_time, show_memory, device)
+        other = (*other, show_time, show_memory, device, compare)
         if any(other):
             raise typer.BadParameter(
                 "goes with --seq-len and --all only; remove the other options and keys",
@@ -193,8 +202,9 @@ def plan(
     warnings += () if planned.model is None else planned.model.notes()
     warnings += start_bill(planned).warnings()
     predicted = None
-    if show_time or device is not None or run.launch.slurm:
-        measured = (profile, cluster) if show_time and profile is not None else None
+    has_terms = show_time or compare is not None
+    if has_terms or device is not None or run.launch.slurm:
+        measured = (profile, cluster) if has_terms and profile is not None else None
         predicted = resolve(PREDICTED)(planned, device, ranks_per_node, measured)
     parts = [f"{run.run.name} on {planned.world_size} ranks\n{mesh}, outermost first"]
     if groups or show_all:
@@ -213,6 +223,8 @@ def plan(
         parts.append(resolve(MEMORY_TABLE)(planned, device))
     if show_time:
         parts.append(resolve(STEP_TABLE)(predicted))
+    if compare is not None:
+        parts.append(resolve(COMPARED)(planned, predicted, compare))
     if cluster is not None:
         parts.append(_communication(planned, cluster, ranks_per_node, forward_s))
     if shape is not None and (sbatch or show_all):

@@ -154,9 +154,9 @@ def _unfit_path(path: Path) -> str:
 
 
 def absent_files(config: RunConfig) -> list[Problem]:
-    """Return a problem for each file of the data section and each package that is missing."""
+    """Return a problem for each file of data and log sections and each package that is missing."""
     named = {key: part.path for key, part in config.data.all_parts.items()}
-    named |= {"data.tokenizer": config.data.tokenizer}
+    named |= {"data.tokenizer": config.data.tokenizer, "log.profile": config.log.profile}
     absent = [
         config.problem(key, why)
         for key, path in named.items()

@@ -496,6 +496,12 @@ class LogSection(Section):
         description="Write report.html to the run folder at the end. Needs pip install "
         "torchdistpackage[report].",
     )
+    profile: k.PathOrNull = Field(
+        default=None,
+        description="Cluster profile that tdp comm bench --profile wrote; the step time that it "
+        "predicts stands beside the measured one. Default: the data sheet of the GPU, where it is "
+        "known.",
+    )
     to: k.TrackerNames = Field(
         default=(),
         description="Services that receive the rows of metrics.jsonl too. Each needs the extra of "

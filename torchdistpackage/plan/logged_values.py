@@ -137,6 +137,12 @@ VALUES = (
         "with",
     ),
     LoggedValue("bigram", "nats per token", "the same of a table of byte pairs"),
+    LoggedValue(
+        "predicted_s",
+        "s",
+        "in the first row of a start, where it is known: [predicted](predicted_steps.md) duration "
+        "of a step",
+    ),
     LoggedValue("sources", "shares", "with `data.sources`: of the step's samples, by source"),
     LoggedValue("epochs", "passes", "with `data.sources`: over the data of each source so far"),
     LoggedValue(

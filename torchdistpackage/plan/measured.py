@@ -9,9 +9,10 @@ from pathlib import Path
 
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.harness.bench.profile import Profile
+from torchdistpackage.harness.bench.profile import Profile, read
 from torchdistpackage.harness.bench.request import NETWORK, NODE
-from torchdistpackage.plan.step_time import device_of
+from torchdistpackage.plan.run_plan import Plan
+from torchdistpackage.plan.step_time import device_of, run_time, unpredicted
 from torchdistpackage.predict.collectives import SLOWDOWN, Fabric
 from torchdistpackage.predict.devices import Accelerator, Fit, named_device
 from torchdistpackage.predict.links import LinkModel
@@ -80,6 +81,21 @@ def measured_device(
         call_s=speed.call_s,
         is_host=speed.name == "cpu",
     )
+
+
+def measured_step_seconds(plan: Plan, path: Path, ranks_per_node: int | None) -> float | None:
+    """Return the seconds of a step that the profile at `path` predicts; None where a step of this
+    plan is not predicted.
+
+    Raises:
+        ConfigError: the profile cannot be read, or does not serve this plan.
+    """
+    if unpredicted(plan) is not None:
+        return None
+    profile = read(path)
+    device = measured_device(profile, plan.config, path, plan.world_size, ranks_per_node)
+    fabric = measured_fabric(profile, device, ranks_per_node)
+    return run_time(plan, device, ranks_per_node, fabric).step.total
 
 
 def measured_fabric(profile: Profile, device: Accelerator, ranks_per_node: int | None) -> Fabric:

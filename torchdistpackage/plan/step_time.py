@@ -21,6 +21,7 @@ from torchdistpackage.predict.devices import Accelerator, find_device, named_dev
 from torchdistpackage.predict.kernels import priced_as
 from torchdistpackage.predict.step import StepTime, step_time
 from torchdistpackage.predict.workload import StepLayout, TransformerSizes
+from torchdistpackage.schedule.actions import Schedule
 
 _COMPUTES = {"highest": "float32", "high": "tfloat32", "medium": "bfloat16"}
 """The type in which a device multiplies float32 numbers, by `precision.matmul`."""
@@ -28,6 +29,22 @@ _WINDOWS = {"mistral": 4096, "gemma2": 4096}
 """Windows of families whose config.json may leave out sliding_window."""
 _OTHER_FLOPS = 0.05
 """Share by which a model's matmuls may differ from those that are predicted for its sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPrediction:
+    """What the seconds of a plan's step are predicted from. fabric: the links. schedule: of the
+    pipe; None: there is none."""
+
+    sizes: TransformerSizes
+    layout: StepLayout
+    device: Accelerator
+    fabric: Fabric
+    schedule: Schedule | None
+
+    def step(self) -> StepTime:
+        """Return the predicted step."""
+        return step_time(self.sizes, self.layout, self.device, self.schedule, self.fabric)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +57,7 @@ class RunTime:
     """
 
     device: Accelerator
+    prediction: StepPrediction
     step: StepTime
     step_tokens: int
     model_flops: float
@@ -134,6 +152,15 @@ def _unpredicted_transformer(shape: TransformersShape) -> str | None:
     return None
 
 
+def known_step_seconds(plan: Plan, device_name: str) -> float | None:
+    """Return the predicted seconds of a step on the device with this name, as its driver spells
+    it; None where the device is not known or the step is not predicted."""
+    device = named_device(device_name)
+    if device is None or unpredicted(plan) is not None:
+        return None
+    return run_time(plan, device).step.total
+
+
 def run_time(
     plan: Plan,
     device: Accelerator,
@@ -153,9 +180,17 @@ def run_time(
     assert plan.model is not None
     layout = layout_of(plan, ranks_per_node or 0)
     limit = (header(config.launch.slurm) if config.launch.slurm else {}).get("time")
+    prediction = StepPrediction(
+        sizes,
+        layout,
+        device,
+        fabric or Fabric.of(device, layout.node_size, layout.network_bytes_per_s),
+        plan.schedule if layout.pipe > 1 else None,
+    )
     return RunTime(
         device,
-        step_time(sizes, layout, device, plan.schedule if layout.pipe > 1 else None, fabric),
+        prediction,
+        prediction.step(),
         layout.step_tokens,
         plan.model.flops_per_token(),
         plan.world_size,

@@ -59,10 +59,10 @@ _LINES = (
     ("lr", "Learning rate", "Learning rate of each step.", "", False),
     ("grad_norm", "Gradient norm", "2-norm of the gradient before clipping.", "", True),
     ("tokens_per_s", "Throughput", "{} of a step over its time, all ranks.", "{}/s", False),
-    ("time_s", "Step time", "Duration of each step.", "s", False),
+    ("time_s", "Step time", "Duration of each step, and the predicted one.", "s", False),
     ("bubble", "Bubble", "Share of a step in which ranks computed nothing.", "", False),
 )
-_OWN_CHART = {"loss", "val_loss", "flops_per_s", *(line[0] for line in _LINES)}
+_OWN_CHART = {"loss", "val_loss", "flops_per_s", "predicted_s", *(line[0] for line in _LINES)}
 
 
 def thin(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
@@ -125,6 +125,13 @@ def _line_chart(
         for index, run in enumerate(runs)
         if (points := series(run.rows, key))
     ]
+    if key == "time_s":
+        for index, run in enumerate(runs):
+            if predicted := series(run.rows, "predicted_s"):
+                ends = [(step, predicted[-1][1]) for step in (1, max(run.step, 1))]
+                look = {"line": {"dash": "dash", "width": 1}, "colour": index}
+                name = f"{run.name} predicted" if len(runs) > 1 else "predicted"
+                traces.append(_line(ends, name, 2, **look))
     layout = _steps(unit)
     if log and all(min(trace["y"]) > 0 for trace in traces):
         layout["yaxis"]["type"] = "log"

@@ -63,6 +63,8 @@ def status_of(data: Run, now_s: float, queue: str = "", *, queue_ended: bool = F
         facts["validation loss"] = f"{validated[-1][1]:.4f} at step {validated[-1][0]}"
     if (speed := _median(data.rows, "tokens_per_s")) is not None:
         facts["throughput"] = f"{_short(speed)} {data.unit}/s"
+    if step_s and (predicted := series(data.rows, "predicted_s")):
+        facts["step time"] = f"{step_s:.3g} s (predicted {predicted[-1][1]:.3g} s)"
     if (flops := _median(data.rows, "flops_per_s")) is not None:
         facts["model FLOP/s"] = f"{flops / 1e12:.3g} TFLOP/s"
     if (bubble := _median(data.rows, "bubble")) is not None:

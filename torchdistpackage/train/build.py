@@ -23,7 +23,7 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.data.source import DataSource, SequenceSource
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
-from torchdistpackage.errors import ScheduleError
+from torchdistpackage.errors import ConfigError, ScheduleError
 from torchdistpackage.harness.watchdog import HangWatchdog
 from torchdistpackage.layout.derive import BATCH_AXES
 from torchdistpackage.layout.layout import Layout
@@ -34,8 +34,10 @@ from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cos
 from torchdistpackage.parallel.tensor.attention import SequenceAttention
 from torchdistpackage.parallel.tensor.float8 import use_float8
 from torchdistpackage.parallel.tensor.init import collect_initials, initialize
+from torchdistpackage.plan.measured import measured_step_seconds
 from torchdistpackage.plan.memory import activation_budget_gb
 from torchdistpackage.plan.run_plan import Plan, rank_memory
+from torchdistpackage.plan.step_time import known_step_seconds
 from torchdistpackage.plan.user_code import user_object
 from torchdistpackage.run_files import CHECKPOINTS
 from torchdistpackage.schedule.actions import Schedule
@@ -51,7 +53,7 @@ from torchdistpackage.train.callbacks import (
 from torchdistpackage.train.compiled import compile_blocks
 from torchdistpackage.train.data_build import blend_of, build_data, build_eval_sets
 from torchdistpackage.train.learning_rate import learning_rate
-from torchdistpackage.train.log import StepLog
+from torchdistpackage.train.log import StepLog, print_line
 from torchdistpackage.train.loop import Callback, Loop
 from torchdistpackage.train.losses import from_user, token_cross_entropy
 from torchdistpackage.train.optimizers import make_optimizer
@@ -235,6 +237,7 @@ def make_loop(
         unit=unit,
         samples=config.data.global_batch if brings_own_data and unit == "tokens" else None,
         flops_per_token=model and model.flops_per_token(),
+        predicted_s=_predicted_seconds(trainer) if trainer.rank == 0 else None,
         predicted_bubble=plan.timeline.bubble if has_pipeline else None,
         verbose=config.log.verbose,
         goes_on=checkpoint.on_error == "continue",
@@ -275,6 +278,21 @@ def make_loop(
         ),
         callbacks=[*callbacks, *more],
     )
+
+
+def _predicted_seconds(trainer: Trainer) -> float | None:
+    """Return the predicted seconds of a step, from `log.profile` or the GPU's data sheet; None
+    where neither is known."""
+    plan, device, path = trainer.plan, trainer.device, trainer.plan.config.log.profile
+    if path is not None:
+        try:
+            return measured_step_seconds(plan, Path(path), None)
+        except ConfigError as error:  # a number to compare with is no reason to end a run
+            print_line(f"note: no step time is predicted: {error}")
+            return None
+    if device.type != "cuda":
+        return None
+    return known_step_seconds(plan, torch.cuda.get_device_name(device))
 
 
 def _counted(config: RunConfig) -> str:

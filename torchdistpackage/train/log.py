@@ -89,24 +89,29 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         tokens_per_s: float,
         bubble: float | None = None,
         predicted_bubble: float | None = None,
+        predicted_per_s: float | None = None,
         shares: Any = None,
         pairs: Mapping[str, float] | None = None,
         texts: Iterable[str] = (),
     ) -> None:
         """Show a step that is done.
 
-        Bubbles are fractions of the step time; None without a pipeline. shares: of the step's
-        samples, by source of several. pairs: `PairSums.means` of answers. texts: what other values
-        show (plan/logged_values.py).
+        Bubbles are fractions of the step time; None without a pipeline. predicted_per_s: predicted
+        tokens a second. shares: of the step's samples, by source of several. pairs:
+        `PairSums.means` of answers. texts: what other values show (plan/logged_values.py).
         """
         if self._bar is None and step % self._every and step != self._total:
             return
         text = f"loss {loss:.4f}  {_thousands(tokens_per_s)} {self.unit}/s"
+        # in the bar's 80 columns there is no room for what does not change
+        says_predicted = predicted_per_s is not None and self._bar is None
+        speed = "" if predicted_per_s is None else f"predicted {_thousands(predicted_per_s)}"
+        if says_predicted and bubble is None:
+            text += f" ({speed})"
         if pairs:
             text += f"  {pair_text(pairs)}"
         if bubble is not None:
             text += f"  bubble {bubble:.1%}"
-            # in the bar's 80 columns there is no room for what does not change
             if predicted_bubble is not None and self._bar is None:
                 text += f" (predicted {predicted_bubble:.1%})"
         text = "  ".join([text, *texts])
@@ -116,6 +121,8 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         line = f"step {step}/{self._total}  {text}"
         named = "  ".join(f"{name} {share:.0%}" for name, share in (shares or {}).items())
         fits = len(line) + len(named) + 2 <= _COLUMNS
+        if says_predicted and bubble is not None:  # one line of 80 columns does not hold both
+            named, fits = f"{speed} {self.unit}/s  {named}".rstrip(), False
         self.say(f"{line}  {named}" if named and fits else line)
         if named and not fits:
             self.say(fill(named, _COLUMNS, initial_indent="  ", subsequent_indent="  "))
@@ -143,8 +150,9 @@ class StepLog:
     every: steps between lines where there is no bar, and between measurements of a device. unit:
     what the loss is a mean over. samples: of a step, where model and data are a user's own: a loss
     that is a mean over no more is one over samples. flops_per_token: None where it is unknown.
-    predicted_bubble: of a pipeline. verbose: causes of its bubble are shown too; the rows always
-    have them. goes_on: rows that cannot be written are said and held, and end no run.
+    predicted_s: of a step. predicted_bubble: of a pipeline. verbose: causes of its bubble are shown
+    too; the rows always have them. goes_on: rows that cannot be written are said and held, and end
+    no run.
     """
 
     def __init__(
@@ -157,6 +165,7 @@ class StepLog:
         unit: str = "tokens",
         samples: int | None = None,
         flops_per_token: float | None = None,
+        predicted_s: float | None = None,
         predicted_bubble: float | None = None,
         verbose: bool = False,
         goes_on: bool = False,
@@ -168,7 +177,11 @@ class StepLog:
         self._flops_per_token, self._predicted_bubble = flops_per_token, predicted_bubble
         self._metrics: MetricsLog | None = None
         self._lines: list[str] = []
-        self._values: dict[str, float | str | Mapping[str, float]] = {}
+        self._predicted_s = predicted_s
+        # once a start is enough for what does not change
+        self._values: dict[str, float | str | Mapping[str, float]] = (
+            {} if predicted_s is None else {"predicted_s": predicted_s}
+        )
 
     @contextmanager
     def opened(self, done: int) -> Iterator[None]:
@@ -230,6 +243,7 @@ class StepLog:
             tokens_per_s=speed,
             bubble=None if self._predicted_bubble is None else result.bubble,
             predicted_bubble=self._predicted_bubble,
+            predicted_per_s=self._predicted_s and speed * result.time_s / self._predicted_s,
             shares=noted.get(SHARES),
             pairs=result.pairs,
             texts=line_texts(result),

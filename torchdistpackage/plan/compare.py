@@ -1,0 +1,282 @@
+"""A run beside its prediction: the term that was wrong, by how much, and what would explain it.
+
+The terms are those that both sides know: a run writes how long its ranks computed, waited for calls
+over each axis, and updated weights (ranks.jsonl); what is left of a step is its host's. On a device
+queue a rank's phases hold its waits, so there computation and what it waits for are one term. A
+number explains a term if the prediction with another value of it has the measured seconds. No
+torch.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.launch.run_rows import Row, mapping, numbers
+from torchdistpackage.plan.run_plan import Plan
+from torchdistpackage.plan.step_time import StepPrediction
+from torchdistpackage.predict.collectives import Fabric
+from torchdistpackage.predict.devices import Accelerator
+from torchdistpackage.predict.links import LinkModel
+from torchdistpackage.predict.step import HOST_CALL_S, StepTime
+from torchdistpackage.report.run import Run
+
+COMPUTE, ON_DEVICE, OPTIMIZER, HOST = (
+    "compute",
+    "compute and exposed",
+    "optimizer",
+    "host and framework",
+)
+_PIPE, _SEVERAL = "bubble and pipe", "exposed, several axes"
+_AXES = ("tensor", "context", "expert", "data")
+_MOST_ROWS = 100
+"""Rows of ranks.jsonl, the last ones, whose median is compared; the first is left out, in which
+ranks warm up."""
+_MOST_FACTOR = 256.0
+"""A number is tried at this times its value, and at as small a part of it."""
+_HALVINGS = 30
+_LEAST_SHARE = 0.02
+"""A difference of less than this share of a step needs no explanation."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedTerm:
+    """Seconds of a step that have one cause."""
+
+    name: str
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def difference_s(self) -> float:
+        return self.measured_s - self.predicted_s
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A number of the device or its links at which the prediction of a term is as measured.
+
+    name: where a cluster profile has it. before, after: its value in the profile and this one.
+    """
+
+    name: str
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A run beside its prediction. step: its seconds, as a term of all. steps: the first and the
+    last that count. terms: they add up to the step. wrong: the term that differs most; None: none
+    differs by much. explanation: of `wrong`; None: no number explains it.
+    """
+
+    step: ComparedTerm
+    steps: tuple[int, int]
+    terms: tuple[ComparedTerm, ...]
+    wrong: ComparedTerm | None
+    explanation: Explanation | None
+
+
+def compare_run(plan: Plan, prediction: StepPrediction, folder: Path) -> Comparison:
+    """Compare the run in `folder` with the prediction of its plan.
+
+    Raises:
+        ConfigError: it is no run folder, has no numbers of ranks yet, or ran on other ranks.
+    """
+    rows = _rows(plan, folder)
+    measured = _measured(rows)
+    names = tuple(measured)
+    predicted = _grouped(prediction.step(), names)
+    terms = tuple(ComparedTerm(name, predicted[name], measured[name]) for name in names)
+    step = ComparedTerm("step", sum(predicted.values()), sum(measured.values()))
+    wrong = max(terms, key=lambda term: abs(term.difference_s))
+    found: ComparedTerm | None = wrong
+    explanation = None
+    if abs(wrong.difference_s) < _LEAST_SHARE * step.measured_s:
+        found = None
+    else:
+        explanation = _explain(prediction, wrong, names)
+    return Comparison(step, (rows[0]["step"], rows[-1]["step"]), terms, found, explanation)
+
+
+def _rows(plan: Plan, folder: Path) -> list[Row]:
+    rows = [row for row in Run(folder).ranks if len(_busy(row)) == len(numbers(row.get("time_s")))]
+    rows = [row for row in rows if _busy(row)]
+    if not rows:
+        raise ConfigError(
+            f"{folder} has no numbers of its ranks (ranks.jsonl), which a run writes every "
+            f"log.every steps; compare a run that has logged a step"
+        )
+    if (ranks := len(numbers(rows[-1]["time_s"]))) != plan.world_size:
+        raise ConfigError(
+            f"{folder} ran on {ranks} ranks, but the plan has {plan.world_size}; plan the file and "
+            f"the keys of that run, such as {folder / 'resolved.yaml'}"
+        )
+    return rows[1:][-_MOST_ROWS:] or rows
+
+
+def _measured(rows: list[Row]) -> dict[str, float]:
+    """Return the median seconds of each term, of the rank that computed longest in each row."""
+    found = [_terms_of(row) for row in rows]
+    return {name: median(terms.get(name, 0.0) for terms in found) for name in found[-1]}
+
+
+def _busy(row: Row) -> list[float]:
+    """Return the seconds in which each rank computed forward and backward."""
+    phases = mapping(row, "phases")
+    passes = (numbers(phases.get(name)) for name in ("forward", "backward"))
+    return [sum(pair) for pair in zip(*passes, strict=False)]
+
+
+def _terms_of(row: Row) -> dict[str, float]:
+    phases, waits, busy = mapping(row, "phases"), mapping(row, "waits"), _busy(row)
+    rank = busy.index(max(busy))
+
+    def of_rank(values: object) -> float:
+        each = numbers(values)
+        return each[rank] if rank < len(each) else 0.0
+
+    waited = {axis: of_rank(values) for axis, values in waits.items()}
+    is_queued = not any(waited.values())
+    terms = {ON_DEVICE if is_queued else COMPUTE: busy[rank]}
+    if not is_queued:
+        terms |= {f"exposed {axis}": waited[axis] for axis in _AXES if axis in waited}
+        if "pipe" in waited:
+            terms[_PIPE] = waited["pipe"]
+        others = [x for axis, x in waited.items() if axis not in (*_AXES, "pipe")]
+        terms[_SEVERAL] = sum(others)
+    terms[OPTIMIZER] = of_rank(phases.get("optimizer"))
+    terms[HOST] = max(of_rank(row.get("time_s")) - sum(terms.values()), 0.0)
+    return terms
+
+
+def _grouped(step: StepTime, names: tuple[str, ...]) -> dict[str, float]:
+    """Return the predicted seconds under the names of what was measured."""
+    found = dict.fromkeys(names, 0.0)
+    for term, seconds in step.terms.items():
+        if term in found:
+            name = term
+        elif ON_DEVICE in found:
+            name = ON_DEVICE
+        elif term in ("bubble", "exposed pipe") and _PIPE in found:
+            name = _PIPE
+        else:
+            name = COMPUTE
+        found[name] += seconds
+    return found
+
+
+# -- what explains a term -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """A number of a device or of its links. changed: the prediction with a factor times it."""
+
+    name: str
+    value: float
+    changed: Callable[[StepPrediction, float], StepPrediction]
+
+
+def _explain(
+    prediction: StepPrediction, wrong: ComparedTerm, names: tuple[str, ...]
+) -> Explanation | None:
+    """Return the number whose change by the least factor has the prediction as measured."""
+
+    def predicted(each: _Number, factor: float) -> float:
+        return _grouped(each.changed(prediction, factor).step(), names)[wrong.name]
+
+    found: list[tuple[float, Explanation]] = []
+    for each in _numbers(prediction.device, prediction.fabric, wrong.name):
+        low, high = 1 / _MOST_FACTOR, _MOST_FACTOR
+        rises = predicted(each, high) > predicted(each, low)
+        least, most = sorted((predicted(each, low), predicted(each, high)))
+        if not least <= wrong.measured_s <= most:
+            continue
+        for _ in range(_HALVINGS):
+            middle = (low * high) ** 0.5
+            if (predicted(each, middle) < wrong.measured_s) == rises:
+                low = middle
+            else:
+                high = middle
+        distance = max(low, 1 / low)
+        found.append((distance, Explanation(each.name, each.value, each.value * low)))
+    return min(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _numbers(device: Accelerator, fabric: Fabric, term: str) -> list[_Number]:
+    """Return the numbers that a term depends on, by their names in a cluster profile."""
+    matmuls = _Number("device.matmuls, operations/s", _matmul_rate(device), _with_matmuls)
+    memory = _Number("device.bytes_per_s", device.memory_bytes_per_s, _with_memory)
+    call_s = _Number("device.call_s", device.call_s or HOST_CALL_S, _with_call)
+    if term in (COMPUTE, ON_DEVICE):
+        return [matmuls, memory]
+    if term == OPTIMIZER:
+        return [memory]
+    if term == HOST:
+        return [call_s]
+    links = (("node", fabric.node), ("network", fabric.network))
+    return [
+        number
+        for link, model in links
+        for number in (
+            _Number(
+                f"lines, {link}: bus_bytes_per_s",
+                _line_value(fabric, link, model).bytes_per_s,
+                lambda x, factor, link=link: _with_link(x, link, 1.0, factor),
+            ),
+            _Number(
+                f"lines, {link}: latency_s",
+                _line_value(fabric, link, model).latency_s,
+                lambda x, factor, link=link: _with_link(x, link, factor, 1.0),
+            ),
+        )
+    ]
+
+
+def _matmul_rate(device: Accelerator) -> float:
+    """Return the operations a second of the largest measured matmul, or of the data sheet's peak
+    as it is reached."""
+    if device.matmul_times:
+        return max(times[-1][0] / times[-1][1] for times in device.matmul_times.values())
+    return device.peak("bfloat16") * device.clock * device.fit.matmul
+
+
+def _line_value(fabric: Fabric, link: str, model: LinkModel) -> LinkModel:
+    """Return the measured line of all-reduces over a link, else another measured one, else the
+    link of the device."""
+    lines = {name: line for (name, where), line in fabric.measured.items() if where == link}
+    return lines.get("all_reduce") or next(iter(lines.values()), model)
+
+
+def _with_matmuls(x: StepPrediction, factor: float) -> StepPrediction:
+    times = {
+        dtype: tuple((flops, seconds / factor) for flops, seconds in points)
+        for dtype, points in x.device.matmul_times.items()
+    }
+    clock = x.device.clock if times else x.device.clock * factor
+    return replace(x, device=replace(x.device, matmul_times=times, clock=clock))
+
+
+def _with_memory(x: StepPrediction, factor: float) -> StepPrediction:
+    speed = x.device.memory_bytes_per_s * factor
+    return replace(x, device=replace(x.device, memory_bytes_per_s=speed))
+
+
+def _with_call(x: StepPrediction, factor: float) -> StepPrediction:
+    return replace(x, device=replace(x.device, call_s=(x.device.call_s or HOST_CALL_S) * factor))
+
+
+def _with_link(x: StepPrediction, link: str, latency: float, speed: float) -> StepPrediction:
+    def scaled(line: LinkModel) -> LinkModel:
+        return LinkModel(line.latency_s * latency, line.bytes_per_s * speed)
+
+    fabric = x.fabric
+    measured: Mapping[tuple[str, str], LinkModel] = {
+        key: scaled(line) if key[1] == link else line for key, line in fabric.measured.items()
+    }
+    node = scaled(fabric.node) if link == "node" else fabric.node
+    network = scaled(fabric.network) if link == "network" else fabric.network
+    return replace(x, fabric=replace(fabric, node=node, network=network, measured=measured))
