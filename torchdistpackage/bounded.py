@@ -129,7 +129,7 @@ DTYPES = {
     "bool": ("BOOL", 1),
     "complex64": ("C64", 8),
 }
-"""torch's name -> (that of safetensors, bytes of an element)."""
+"""torch's name of a dtype -> (safetensors' name, bytes of an element)."""
 _NUM_BYTES = dict(DTYPES.values())
 
 

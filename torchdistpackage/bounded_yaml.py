@@ -11,7 +11,7 @@ import yaml
 MAX_NODES = 20_000
 """Values and keys of one YAML file, each use of an alias counted in full."""
 MAX_DEPTH = 50
-"""Lists and mappings inside each other."""
+"""Largest number of lists and mappings inside each other."""
 
 
 class BoundError(yaml.MarkedYAMLError):

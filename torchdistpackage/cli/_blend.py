@@ -12,7 +12,8 @@ from torchdistpackage.text import text_table
 
 ALL_TOKENIZED = "torchdistpackage.data.tokens.texts:all_tokenized"
 WITH_STEPS = "torchdistpackage.train.data_build:with_steps"
-"""Imported only for a run with train.epochs, because they load numpy and torch."""
+"""Import path of a function for runs with train.epochs, loaded late because it needs numpy and
+torch."""
 
 
 def with_known_steps(run: RunConfig) -> tuple[RunConfig, list[str]]:

@@ -248,7 +248,8 @@ OPERATIONS: dict[str, CollectiveSpec] = {
         CollectiveSpec("reduce_to", map=f"{_MAPS}:ReduceTo", takes="P", gives="V", is_sum=True),
     )
 }
-"""By name. `p2p` sends from one rank to another; `p2p_both` both ways at once, counted one way."""
+"""Operations by name. `p2p` sends from one rank to another; `p2p_both` both ways at once, counted
+one way."""
 
 COLLECTIVES = {
     name: spec for name, spec in OPERATIONS.items() if spec.bus_factor is not _not_measured

@@ -237,9 +237,10 @@ def limit_of(group: Group) -> timedelta | None:
 
 
 _naming = threading.local()
-"""`name`: how this thread's next group is called; without one as torch likes."""
+"""Its attribute `name` is the name of this thread's next group; without one torch chooses."""
 _lock = threading.Lock()
-"""Never held while a group waits for its members: these may be threads of this process."""
+"""Lock for the state that threads share. It is never held while a group waits for its members,
+which may be threads of this process."""
 _num_inside = 0
 _torch_naming = getattr(dist.distributed_c10d, "_hash_ranks_to_str", None)
 
@@ -347,7 +348,8 @@ class _Roll:
         self._has_come, self._store = has_come, store
         self._since_s = time.monotonic()
         self._stays_for = 0
-        """Members that this rank waits for before it ends, as it looked or may keep the store."""
+        """Number of members that this rank waits for before it ends, because it looked for them or
+        may keep the store."""
 
     @property
     def elapsed_s(self) -> float:

@@ -64,7 +64,8 @@ from torchdistpackage.errors import LaunchError
 
 _starts = itertools.count()
 _our_variables: dict[str, str] = {}
-"""Set by `setup_distributed`: not the user's word when it is called again."""
+"""Variables that `setup_distributed` set, which are therefore not the user's choice when it is
+called again."""
 
 log = logging.getLogger(__name__)
 

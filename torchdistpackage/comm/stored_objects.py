@@ -41,7 +41,7 @@ from torchdistpackage.comm.group_state import GroupState, keep_state
 from torchdistpackage.errors import CommError
 
 _CHUNK_BYTES = 4 << 20
-"""Longer values are cut: torch's store takes 8 MiB at a time."""
+"""Largest value that is stored uncut: torch's store takes 8 MiB at a time."""
 _NAMED = 20
 _CODE_BYTES = 32
 _PART_S = 10.0

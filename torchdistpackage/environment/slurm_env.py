@@ -158,7 +158,7 @@ def _refuse(text: str, why: str) -> NoReturn:
 Env = Mapping[str, str]
 
 KEPT = ("SLURM_CONF",)
-"""Where Slurm is found: without it nothing is."""
+"""Variables that point to Slurm's configuration; its commands may need them."""
 
 RANKS = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -168,7 +168,7 @@ RANKS = (
 """Variables that make a process take itself for one of many."""
 
 SLURM = ("SLURM_*", "SLURMD_*", "SLURMCTLD_*", "SBATCH_*", "SRUN_*", "SALLOC_*", "SQUEUE_*")
-"""What Slurm says of a job, and options of its commands."""
+"""Variables that describe a job, and those that set options of Slurm's commands."""
 
 DEVICES = (
     "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES",

@@ -33,7 +33,7 @@ SPLITS_BATCH = ("data", "expert_data", "expert")
 
 
 WHOLE_MODEL = "the model"
-"""Where no module inside is named."""
+"""The name of a finding that names no module inside the model."""
 ITS_STEP = "its step"
 """The text for what differs where a rank raised an error."""
 

@@ -73,7 +73,7 @@ class Measure:
 
 
 PARTS = Measure()
-"""Float64 of ranks, wherever their parts were cut."""
+"""Values of all ranks in float64, wherever their tensors were cut."""
 
 
 def elementwise_within(tolerance: float, least_noise: float = 0.0) -> Measure:

@@ -17,7 +17,8 @@ _CODEGEN = {
     "initializer_range": 0.02,
 }
 BLOCKS = 4
-"""Devices of the first training, by which the weights are arranged and the code computes."""
+"""Number of devices of the first training, by which the weights are arranged and the code computes.
+"""
 
 
 def _codegen_sizes(s: Settings) -> Sizes:

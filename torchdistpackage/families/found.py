@@ -24,7 +24,7 @@ from torchdistpackage.layout.table import LayerCut, SplitTable
 SHARED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 """Families whose experts ranks can share: all of a block are stacked in two matrices."""
 UNSEEN = "it has no table here, and nobody has seen how it attends"
-"""Why a sequence is not shared."""
+"""The reason why a sequence is not shared."""
 WIDE_WEIGHTS = ("mixtral",)
 """Families whose routers leave the weights of a token's experts in float32 under autocast."""
 SAMPLED = {

@@ -26,12 +26,12 @@ from torchdistpackage.comm.tpc import tpc
 
 Like = tuple[torch.dtype, torch.device]
 Call = Callable[[], Tensor | None]
-"""Returns what arrived, or None on a rank that only sends."""
+"""A call that returns the tensor that arrived, or None on a rank that only sends."""
 
 
 LARGEST = 61
-"""Prime, so ranks fewer than that apart differ at every place. No number is 0, so what was never
-written shows in a room of zeros."""
+"""Largest number of a pattern. It is prime, so ranks fewer than that apart differ at every
+position. No number is 0, so elements that were never written show in a buffer of zeros."""
 
 _EXACT_TO = {
     torch.int8: 2**7 - 1,

@@ -74,7 +74,7 @@ MARGIN_S = 60.0
 """The backend waits longer than the watcher by this, for NCCL's limit ends the process unheard."""
 _LOOK_S, _SETTLE_S = 0.5, 3.0
 Begin = Callable[[Measurement, Round], object]
-"""Called as each round begins, on every rank."""
+"""Function called as each round begins, on every rank."""
 
 
 class DataCorruptionError(CommError):

@@ -43,7 +43,7 @@ FLIGHTS_S = 2.0
 """Limit in seconds for the dump of NCCL's flight recorder."""
 _FRAMES = 64
 _CALLERS = re.compile(r".*(<frozen runpy>|/torchdistpackage/launch/)")
-"""Frames that stand before the user's in every stack and explain nothing."""
+"""Frames that come before the user's in every stack and explain nothing."""
 _SUSPENDED_S = 5.0
 """A watch that did not run for so long was suspended with its job, which is no hang."""
 

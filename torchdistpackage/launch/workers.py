@@ -36,7 +36,8 @@ from torchdistpackage.launch.fork_server_client import ForkedChild, ForkServer
 from torchdistpackage.launch.ipc import Channel, unpack
 
 _NEWS_S = 0.3
-"""Wait after the first failure: peers of a dead rank may be quicker than the kernel."""
+"""Seconds to wait after the first failure: peers of a dead rank may be reported before the rank
+itself."""
 _CAUSE_S = 3.0
 """Seconds to wait while only peers have failed, because a busy machine reports the end of the dead
 rank late."""

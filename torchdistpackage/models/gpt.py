@@ -44,7 +44,7 @@ ACTIVATIONS = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "swiglu": F.silu,
 }
-"""By the name of an MLP, which swiglu gates too."""
+"""Activation function by the kind of MLP; swiglu has a gate too."""
 
 
 class GPT(Grouped):

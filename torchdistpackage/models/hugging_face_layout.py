@@ -135,7 +135,7 @@ _LLAMA = {
     "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down": ("mlp.down_proj",),
 }
-"""Ours, without the block and the last word -> transformers'."""
+"""Our name of a parameter, without the block and the last word -> transformers' name."""
 
 
 def _gpt2(shape: GPTShape, name: str, full_shape: tuple[int, ...]) -> Iterator[Source]:

@@ -34,9 +34,9 @@ from torchdistpackage.parallel.pipeline.partition.hf_decoder import (
 from torchdistpackage.tools.undisturbed import keep_random_states
 
 _PREFILL = 5
-"""Tokens of the small copy that are given at once."""
+"""Number of tokens that the small copy gets at once."""
 _WITHIN = elementwise_within(1e-4)
-"""Sums over keys in other blocks, in float32."""
+"""Comparison in float32 that allows for sums over keys in other blocks."""
 log = logging.getLogger(__name__)
 
 

@@ -73,7 +73,7 @@ _FUSED = (
 )
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
 _ROUTERS = ("gate", "router", "shared_expert_gate", "shared_experts_gate")
-"""Layers whose few outputs choose: whole, as every rank needs them."""
+"""Layers whose few outputs choose experts; they stay unsplit, as every rank needs all outputs."""
 _COUNTS: dict[str, Count] = {
     "num_heads": "heads",
     "n_heads": "heads",

@@ -41,7 +41,7 @@ from torchdistpackage.models.transformers_trial import order_of, try_tensor
 from torchdistpackage.tools.undisturbed import keep_random_states
 
 MOST_TRIED = 8
-"""Tensor ranks of a small copy."""
+"""Largest number of tensor ranks for a small copy."""
 _TOLERANCE = 1e-4
 _SWITCHES: tuple[tuple[str, object], ...] = (
     ("is_decoder", True),
@@ -51,7 +51,7 @@ _SWITCHES: tuple[tuple[str, object], ...] = (
     ("use_bidirectional_attention", None),
     ("is_causal", True),
 )
-"""Settings by which classes can be told to look back alone."""
+"""Settings that make some classes attend only to earlier tokens."""
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _LEARNED = re.compile(r"position|\bwpe\b")

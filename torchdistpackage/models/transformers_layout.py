@@ -23,7 +23,7 @@ from torchdistpackage.lazy import resolve
 from torchdistpackage.models.lora_layout import Lora
 
 _FOUND = "torchdistpackage.models.transformers_found:found_family"
-"""Imported for a family without a table alone: it reads transformers' modules, on torch."""
+"""Import path of the reader for families without a table, loaded late because it needs torch."""
 _MOST = 1 << 24
 """Largest size that is accepted; a larger one is a slip."""
 

@@ -75,7 +75,7 @@ class LintContext:
     setup: list[list[tuple[PendingOp, bool]]] = field(default_factory=list)
     """The ranks' entries before the step, set once all ranks are there."""
     stacks: dict[Where, Where] = field(default_factory=dict)
-    """One of each, for a step makes most of its calls in few places."""
+    """Each stack once, because a step makes most of its calls in few places."""
 
     def issue(self, entry: PendingOp) -> None:
         """Issue an entry, and note it in the rank's trace."""

@@ -21,7 +21,8 @@ from torchdistpackage.train.build import build
 from torchdistpackage.train.data_build import build_data
 
 STEPS = 2
-"""The first announces shapes and learns what a backward does; the second is as all later ones."""
+"""Number of steps. The first announces shapes and learns what a backward does; the second is like
+all later ones."""
 _CALLER = build_data.__code__.co_filename
 
 

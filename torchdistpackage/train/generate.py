@@ -23,7 +23,7 @@ from torchdistpackage.train.inference_request import Sampling
 from torchdistpackage.train.staged_model import StagedModel
 
 _NO_NUMBER = -1
-"""Told instead of a token, so that all ranks end together."""
+"""Value sent instead of a token if a logit is not a number, so that all ranks end together."""
 
 
 def generate(

@@ -20,7 +20,7 @@ _LOOK_S = 1.0
 """Seconds between looks whether the folder still exists. A look costs nothing, except on old NFS.
 """
 _HELD = 100_000
-"""Rows that wait in memory for a disk that takes no more; of more the first ones are lost."""
+"""Largest number of rows that wait in memory for a full disk; beyond it the oldest are lost."""
 _SHOWN = 4
 
 

@@ -28,7 +28,7 @@ from torchdistpackage.train.staged_model import (
 from torchdistpackage.train.step_stats import PairSums
 
 Run = Callable[..., None]
-"""`Executor.run`, with what is around it."""
+"""A function like `Executor.run`, with its surroundings."""
 
 
 class PreferenceLoss:

@@ -32,7 +32,7 @@ from torchdistpackage.train.votes import Votes
 _SHARE = 0.5
 """Share of a node's free memory that copies may take: training is not at its peak yet."""
 _SAID_S = 0.05
-"""Shortest wait that gets a line."""
+"""Shortest wait, in seconds, that gets a line."""
 
 
 class SaveSlot:

@@ -21,7 +21,7 @@ from torchdistpackage.plan.run_plan import Plan
 LossFn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(outputs of the last stage, targets) -> (sum of losses, how many were summed)."""
 MicrobatchLoss = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
-"""The same of microbatch number ..., which the loss knows more of."""
+"""A loss that also gets the number of the microbatch."""
 
 
 class Microbatches(NamedTuple):

@@ -46,7 +46,8 @@ from torchdistpackage.train.update import Update
 from torchdistpackage.train.votes import Votes
 
 HEAD = 16
-"""Positions of each sample that ranks which read parts of them all read, once, to compare."""
+"""Number of positions of each sample that all ranks read once, to compare, where they read
+different slices."""
 
 
 class EvalSet(NamedTuple):
@@ -97,9 +98,9 @@ class Trainer(StagedModel):
         self.val_pairs: Mapping[str, float] = {}
         """`PairSums.means` of the last validation on pairs."""
         self._shared: SequenceSource | None = None
-        """The source, if of its samples this rank reads part `_part` alone."""
+        """The source, if this rank reads only part `_part` of its samples."""
         self.recomputed: tuple[str, ...] = ()
-        """Modules of `stage` whose forward is done again in the backward."""
+        """Modules of `stage` whose forward runs again in the backward."""
         mesh, microbatches = self.plan.topology.dense, self.plan.schedule.num_microbatches
         coord = mesh.coord(self.rank)
         self._world = tpc.groups.of(range(mesh.size))

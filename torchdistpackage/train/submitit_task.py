@@ -22,7 +22,8 @@ from torchdistpackage.launch.slurm.restart_script import IGNORE_SIGNALS_UNTIL_RE
 from torchdistpackage.run_files import RunDir
 
 _KILLED_WITHIN_S = 300.0
-"""Slurm ends the other ranks of a job that was requeued; if it does not, they end by themselves."""
+"""Seconds in which Slurm should end the other ranks of a requeued job; after that they end by
+themselves."""
 
 
 class TrainingTask:

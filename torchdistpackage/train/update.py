@@ -75,7 +75,8 @@ class Update:
         self._counts = torch.tensor(counted, dtype=self._none.dtype, device=device)
         self._names = [g.name for g in gradients]
         self.before_step: Callable[[], None] = lambda: None
-        """Waits for what still reads the weights and the optimizer's state, such as a save."""
+        """Function that waits for whatever still reads the weights and the optimizer's state, such
+        as a save."""
         self.names: list[str] = []
         self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
         self._one = torch.ones_like(self._found_inf)

@@ -19,7 +19,8 @@ from torchdistpackage.train.log import print_line
 from torchdistpackage.train.trackers.feed import Trackers
 
 Export = Callable[[Callable[[], None]], Path]
-"""Writes the model and returns its folder; calls its argument as it goes on."""
+"""A function that writes the model and returns its folder; it calls its argument as it makes
+progress."""
 
 
 def wind_up(

@@ -39,8 +39,8 @@ Start = Callable[[Tensor, Group, dist.ReduceOp.RedOpType], Work]
 """Begins to reduce a tensor in place, as `primitives.start_all_reduce` does."""
 
 CHUNK_BYTES = 2 * 2**20
-"""Shorter chunks cost more calls; longer ones leave the link idle while the first is summed and the
-last handed out."""
+"""Size of a chunk. Shorter chunks cost more calls; longer ones leave the link idle while the first
+is summed and the last is distributed."""
 GRACE_S = 1.0
 """Seconds beyond the limit that are left for the back end's own error, which says more than that
 nothing came."""

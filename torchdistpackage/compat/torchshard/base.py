@@ -26,7 +26,8 @@ from torchdistpackage.parallel.tensor.marked import Marked
 
 AXIS = "tensor"
 NUMBERS_AT_ONCE = 1 << 20
-"""About how many elements of a split matrix are in memory at a time while it is drawn."""
+"""Approximate number of elements of a split matrix that are in memory at a time while it is drawn.
+"""
 
 
 class ParallelLayer(Marked):

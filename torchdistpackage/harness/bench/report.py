@@ -159,7 +159,7 @@ def _sides(names: set[str], between: Mapping[Link, float]) -> tuple[tuple[str, .
 
 
 EVERY, PAIRS = "", "pairs"
-"""Stand for all axes, and for the slowest of all pairs."""
+"""Names that stand for all axes, and for the slowest of all pairs."""
 
 
 class Measurement(BaseModel, frozen=True):

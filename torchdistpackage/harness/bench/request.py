@@ -36,7 +36,7 @@ Round = tuple[Participants, ...]
 NODE, NETWORK = "node", "network"
 """The link of a unit: within one host, or over the network between hosts."""
 ISOLATED, CONCURRENT = "alone", "together"
-"""One unit at a time, or all units of an axis at once."""
+"""Modes: one unit at a time, or all units of an axis at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from torchdistpackage.harness.hang.waits import grouped
 from torchdistpackage.text import ranks_listed
 
 KEPT = 32
-"""Calls of a rank: those behind them wait for them."""
+"""Largest number of a rank's calls that are kept; those behind them wait for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def from_json(entries: Iterable[Mapping[str, Any]]) -> tuple[InFlightCall, ...]:
 
 
 Flights = Mapping[int, Sequence[InFlightCall]]
-"""By rank."""
+"""Unfinished calls by rank."""
 
 
 @dataclass(frozen=True, slots=True)

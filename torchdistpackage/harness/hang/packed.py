@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 _PACKED = "z"
-"""First letter of a text that is packed; one of JSON begins with a bracket."""
+"""First letter of a packed text; a JSON text begins with a bracket."""
 
 _EACH = ("sequence", "age_s", "state")
 """Fields that differ between calls of one kind."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from weakref import WeakMethod
 
 FOREIGN = "a thread that Python did not start, as autograd's of a device"
-"""Heads the stack of one."""
+"""Heading of the stack of a thread that Python did not start."""
 HELD_S = 3.0
 """Seconds after which the stacks of a held interpreter are written."""
 
@@ -68,7 +68,8 @@ _DEVICE = re.compile(
     r"\.(item|tolist|cpu|synchronize|wait_stream)\(|\bin synchronize$", re.MULTILINE
 )
 _READS = re.compile(r"\b(float|int|bool)\(|\.(to|cuda|numpy|nonzero|copy_|unique|equal)\(")
-"""They read a number of the device, or copy from memory that is not pinned."""
+"""Calls that read a number of the device, or copy from memory that is not pinned, so that they wait
+for it."""
 _LAUNCHES = re.compile(r"/torch/(nn|optim|autograd|_tensor|functional|_ops|utils/_foreach)")
 _LIBRARY = re.compile(r'/lib/python3[.\d]*/|^"<')
 

@@ -196,7 +196,7 @@ WRITTEN = "it was written to while in flight"
 CHANGED = "its input was changed while in flight"
 
 own_operations = torch._C._DisableTorchDispatch
-"""Inside, no mode sees what this transport does itself."""
+"""Context in which no mode sees the operations of this transport."""
 
 
 def span(x: Tensor) -> tuple[int, int]:

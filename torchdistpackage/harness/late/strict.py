@@ -39,14 +39,14 @@ from torchdistpackage.harness.late.world import (
 from torchdistpackage.thread_ranks.own_backend import HERE
 
 DEVICE = torch.device("cpu", 0)
-"""Where a group of the strict transport has its tensors: torch takes it for the CPU, but says
-whether an index was asked for."""
+"""Device of the tensors of a group of the strict transport: torch takes it for the CPU, but says
+whether an index was requested."""
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
 _PACKAGE = str(Path(__file__).parents[2])
 _ARGUMENTS = str(Path(_PACKAGE, "launch"))
-"""Unpacks a user's arguments."""
+"""Code that unpacks a user's arguments."""
 _LAYERS = str(Path(_PACKAGE, "models")), str(Path(_PACKAGE, "parallel"))
 """Modules of these packages are made where a user makes them, and moved as a whole."""
 _KEPT = 4096

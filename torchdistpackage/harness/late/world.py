@@ -64,7 +64,7 @@ class World:
 
     def __init__(self) -> None:
         self.check: Callable[[str, str, Tensors], None] | None = None
-        """Looks at the tensors of a call (strict.py)."""
+        """Function that checks the tensors of a call (strict.py)."""
         self.observer = Observer()
         self._begin(LATE, 0)
 

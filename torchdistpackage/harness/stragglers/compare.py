@@ -50,7 +50,7 @@ KEPT = 16
 """Steps whose times are kept."""
 
 _LOOK_S = 5e-4
-"""No longer than that may a rank's wait for a core be counted as work of the phase it was in."""
+"""Longest wait for a core, in seconds, that may be counted as work of the phase it was in."""
 
 Times = dict[str, float]
 """Seconds by phase, of one step."""

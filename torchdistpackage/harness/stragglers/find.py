@@ -28,10 +28,11 @@ WINDOW = 10
 MIN_STEPS = 8
 """Smallest number of steps from which a rank is named or a cost is measured."""
 STEPS_ALIKE = 0.8
-"""Part of the steps that have to agree; the others may be anything."""
+"""Share of the steps that have to agree; the others may be anything."""
 MIN_EXCESS_S = 0.005
 MIN_OF_STEP, MIN_OF_PHASE = 0.01, 0.05
-"""Parts of a rank's busy step, and of the peers' time: less is how machines differ."""
+"""Smallest excess, as shares of a rank's busy step and of the peers' time: machines differ by less
+anyway."""
 MIN_OF_SPREAD, CLEAR_OF_SPREAD = 1.6, 3.2
 """Smallest excess that is more than chance, and that which one window is enough to report. The unit
 is the distance of the difference from its own median in the steps that agree."""
@@ -39,9 +40,9 @@ is the distance of the difference from its own median in the steps that agree.""
 Times = Mapping[str, Sequence[Sequence[float]]]
 """Busy seconds, [phase][rank][step of the window]."""
 MOST_SHARE = 10
-"""Times the peers' time up to which the excess is also given as a share of it."""
+"""Largest excess, in multiples of the peers' time, that is also given as a percentage."""
 ROUGH, CLOSE = 1.0, 0.15
-"""By what part of the expected time a planned cost may be wrong, and a measured one."""
+"""Shares of the expected time by which a planned cost may be wrong, and a measured one."""
 
 QUIET_WINDOWS = 2
 """Number of windows without it after which a straggler is over."""

@@ -14,7 +14,8 @@ from torchdistpackage.launch.slurm.query import Runner
 
 _EXCLUDE = re.compile(r"^#SBATCH\s+(?:--exclude[=\s]|-x\s*)\s*(\S+)", re.MULTILINE)
 _NO_NODES = re.compile(r"allocation failure: .*node", re.IGNORECASE)
-"""Other refusals, such as of an account, have nothing to do with the nodes."""
+"""sbatch's error if too few nodes are left. Other refusals, such as of an account, are not about
+nodes."""
 
 
 def exclusion(script: Path, nodes: Sequence[str]) -> list[str]:

@@ -15,13 +15,13 @@ IGNORE_SIGNALS_UNTIL_READY = 'trap "" HUP USR1 USR2; exec "$@"'
 """Text for sh -c: without it a Python that is still starting would end on a signal that asks it to
 save."""
 _ANSWERS_S = 30
-"""Within which a node that is well starts a task."""
+"""Seconds within which a healthy node starts a task."""
 _LOOK_S = 30
 """Seconds between two looks whether the first node still belongs to the job."""
 _STEP = "tdp_ranks"
 """Name of the step of the ranks, by which it is ended."""
 _SLURMD_TIMEOUT_S = 300
-"""Slurm's default of how long a node may be silent."""
+"""Slurm's default for how long a node may be silent, in seconds."""
 _STEP_ENDS_S = 60
 """Seconds for which a step on a live node waits for the end of those on others, and Slurm for
 processes."""

@@ -46,7 +46,7 @@ _CLOCKS_DIFFER_S = 5.0
 """Largest assumed difference between the clocks of the machine that submits and the nodes."""
 _POLL_S = 0.5
 _ASK_S = 5.0
-"""Slurm is asked seldom: every question costs its controller something."""
+"""Seconds between queries of Slurm: each one is work for its controller."""
 RUNNING, UNKNOWN = "running", "unknown"
 _STATES = {"requeue": "requeued", "chain": "chained", "again": "restarted", "stop": "stopped"}
 """The state of a run by the word of the decision that ended its last start."""

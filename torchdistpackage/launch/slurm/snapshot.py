@@ -47,12 +47,12 @@ SUFFIXES = (
     ".hpp",
     ".typed",
 )
-"""Taken where there is no git."""
+"""Suffixes of files that are copied where there is no git."""
 MAX_FILES = 5_000
 MAX_FILE_BYTES = 1 << 20
 MAX_BYTES = 64 << 20
 MAX_SEEN = 100_000
-"""Limits without git: the folder may be a home folder, or hold data."""
+"""Largest number of files to look at without git: the folder may be a home folder, or hold data."""
 LARGE_BYTES = 512 << 20
 """A snapshot that is worth a remark."""
 _GIT_TIMEOUT_S = 60.0

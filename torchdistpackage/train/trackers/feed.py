@@ -24,7 +24,7 @@ TRACKERS = {
     "wandb": "torchdistpackage.train.trackers.wandb:WandbTracker",
     "mlflow": "torchdistpackage.train.trackers.mlflow:MLflowTracker",
 }
-"""By name in strings, so that a library is loaded by the run that uses it alone."""
+"""Import path by name, so that a library is loaded only by a run that uses it."""
 FOLDERS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlruns"}
 """The folder that each service writes in the run folder."""
 PICTURES = (PLOT, PICTURE)

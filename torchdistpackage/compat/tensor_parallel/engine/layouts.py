@@ -27,7 +27,7 @@ from torchdistpackage.layout.layout import Layout, Ranges
 
 AXIS = "tensor"
 DEALING = (Split, SplitInChunks, SplitInGroupedChunks, TakeChunks)
-"""Actions that deal the places of their dim, whatever is in them."""
+"""Actions that distribute the positions of their dim, whatever their values."""
 
 
 def layout_of_cut(name: str, tensor: Tensor, action: StateAction, num: int) -> Layout:

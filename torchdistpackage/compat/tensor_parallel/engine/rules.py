@@ -32,7 +32,7 @@ Actions = dict[Target, Any]
 rank=...)."""
 
 Entrances = dict[Target, tuple[str, ...]]
-"""Layers that read each."""
+"""Layers that read each input."""
 
 
 @dataclasses.dataclass

@@ -35,7 +35,8 @@ from torchdistpackage.parallel.auto.reporting import LOG
 from torchdistpackage.parallel.auto.traffic import size_bytes, uncounted
 
 MOST_BYTES = 2**30
-"""Weights of a module that is compared by default where shards are on other devices than a CPU."""
+"""Largest weights of a module that is compared by default where shards are on other devices than a
+CPU."""
 EPS = torch.finfo(torch.float32).eps
 TOLERANCE = EPS**0.5
 """Difference, as a share of an output's largest number, from which on it is one.
