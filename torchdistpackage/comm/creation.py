@@ -428,8 +428,8 @@ class _Roll:
 def _answer(ask: Callable[[], V]) -> V | None:
     """Return what the store answers; None if it does not, as its keeper has gone.
 
-    In a thread, since a new connection to a host that has gone is tried for as long as the store's
-    own limit.
+    It asks in a thread, because torch retries a connection to a host that has gone for as long as
+    the store's own limit.
     """
     answers: list[V] = []
 

@@ -157,8 +157,8 @@ def _speaks(address: str, port: int) -> bool:
 class _Visit:
     """A client of the store at a port, and the token that it shows.
 
-    In a thread: a server may accept and then stay silent, for which torch has no time limit; the
-    thread of a server that never answers is left to its wait.
+    It looks in a thread, because a server may accept and then stay silent, for which torch has no
+    time limit. The thread of a server that never answers is left to its wait.
 
     timeout_s: to connect, and of the store that is found. since: when the visit began, as
     time.monotonic() says.

@@ -95,7 +95,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 def other_model(folder: str | Path) -> str:
     """Return a message if a folder holds no causal language model, else "".
 
-    For example a reward model or an embedding model has no head that predicts tokens.
+    A reward model or an embedding model, for example, has no head that predicts tokens.
     """
     try:
         listed: Any = read_config(folder).get("architectures")

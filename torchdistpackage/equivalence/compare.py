@@ -88,7 +88,9 @@ def first_difference(
 
 
 def _module_in(text: str, reference: ParityRecord) -> str:
-    """Return the module that `told_where` put first, else one whose name is in the text."""
+    """Return the module that leads the text (`told_where` puts it there), else one whose name is in
+    the text.
+    """
     at = text.partition(": ")[0]
     if at in reference.modules and at:
         return at

@@ -403,8 +403,8 @@ class _LockState(NamedTuple):
 def _read(path: Path) -> _LockState:
     """Return the state of the lock.
 
-    By the file system's clock, which all machines share; the file is opened, because NFS shows
-    what is new only then.
+    Ages come from the file system's clock, which all machines share. The file is opened, because
+    NFS shows new content only then.
     """
     with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
         holder = from_json(file.read(_MAX_BYTES).decode(errors="replace"))

@@ -32,8 +32,8 @@ def is_model(argument: str) -> bool:
 def model_plan(argument: str, overrides: Sequence[str], scratch: Path) -> tuple[Plan, list[str]]:
     """Return the plan of a run with a small copy of the model, and notes on it.
 
-    Without a degree in `overrides` two ranks along data, pipe and tensor, but for axes that the
-    model cannot be split along.
+    If `overrides` sets no degree, the plan has two ranks along data, pipe and tensor, without axes
+    along which the model cannot be split.
 
     Raises:
         ConfigError: the folder has no configuration, or nothing is left to compare.

@@ -103,7 +103,8 @@ def changed_keys(resolved: Path, config: RunConfig) -> str:
     """Return what `config` changes against the file of an earlier start, among the keys that
     numbers follow from.
 
-    Such as "model.heads=2 (was 4)"; "" if nothing, or if the earlier file no longer loads.
+    An example is "model.heads=2 (was 4)". The text is "" if nothing changed, or if the earlier file
+    no longer loads.
     """
     try:
         before = _flat(load(resolved).model_dump())

@@ -99,7 +99,7 @@ def from_csv(text: str, name: str = "custom") -> Schedule:
 def _num_microbatches(cells: list[_Cell]) -> int:
     """Return the number of micro-batches; raise if the highest number has too few forwards.
 
-    That finds a mistyped number.
+    The check finds a mistyped number.
     """
     highest, line, number = max(cells, key=lambda cell: cell[0].microbatch)
     count = 1 + highest.microbatch

@@ -268,7 +268,7 @@ def plot_loss(
 ) -> Path | None:
     """Draw the losses of a metrics file over steps, as `loss.png` next to it; returns its path.
 
-    None, with one line logged, where matplotlib is missing or there is nothing to draw.
+    It returns None and logs one line if matplotlib is missing or there is nothing to draw.
     """
     metrics = Path(metrics)
     rows = read_metrics(metrics)

@@ -120,7 +120,7 @@ class Loop:
     def run(self) -> float | None:
         """Train to the last step; the final validation loss, in nats a token.
 
-        None if a rank asked for the end before: the state is saved, and all ranks know.
+        It returns None if a rank asked to stop first; then the state is saved, and all ranks know.
         """
         try:
             with self.log.opened(self.state.step):

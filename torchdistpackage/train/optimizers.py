@@ -107,7 +107,7 @@ def muon(groups: Groups, section: OptimSection) -> torch.optim.Optimizer:
 class JointOptimizer(torch.optim.Optimizer):
     """Optimizers of some parameters each as one, which leaves a step out by `found_inf`.
 
-    What is set in a group, or loaded into the state, the parts see.
+    The parts see whatever is set in a group, or loaded into the state.
     """
 
     found_inf: Tensor | None = None

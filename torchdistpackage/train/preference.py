@@ -3,9 +3,9 @@
 Rafailov et al., Direct Preference Optimization, arXiv:2305.18290, equation 7; with label smoothing
 of Mitchell, A note on DPO with noisy preferences and relationship to IPO, 2023.
 
-Before each pass over the microbatches the reference runs them, forward alone and by the same
-schedule, so it costs no messages of its own kind on any layout. It is the model with its adapters
-switched off, or else a second copy of what training begins with.
+Before each pass over the microbatches the reference runs its forwards by the same schedule, so it
+needs no messages of its own kind on any layout. The reference is the model with its adapters
+switched off, or else a second copy of the initial model.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -100,7 +100,7 @@ def _cheapest(profile: Infos, budget_gb: float, stages: TrainStages) -> tuple[st
     """Return the cheapest modules with which activations fit, including the memory of the largest
     chosen module while it is recomputed.
 
-    Of a stage that says by `may_recompute(name)` what may be chosen, nothing else is.
+    A stage may state by `may_recompute(name)` which modules may be chosen.
     """
 
     def may(name: str) -> bool:

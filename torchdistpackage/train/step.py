@@ -261,7 +261,7 @@ class Trainer(StagedModel):
         """Return the mean loss over the validation batches, equal on all ranks. Leaves training as
         it was.
 
-        None if a rank asked to stop on the way: all stop after the same batch.
+        It returns None if a rank asked to stop on the way; all ranks stop after the same batch.
         """
         batch = self.batches.of_validation
         means = self._mean_loss(self.eval_batches, self.rounds, batch, stop)

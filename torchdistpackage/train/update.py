@@ -94,7 +94,7 @@ class Update:
         """Return (sum of the squares of the gradients this rank counts, norm of each gradient in
         `names`).
 
-        One that is not finite makes the sum so, whichever rank owns it.
+        A gradient that is not finite makes the sum so, whichever rank owns it.
         """
         grads = [g for x in self._holders if (g := x.grad) is not None]
         if not grads:

@@ -33,7 +33,8 @@ def wind_up(
     report: bool,
     export: Export | None,
 ) -> bool:
-    """Do all of it; return False if a signal kept the export from being written.
+    """Finish the run: its report, trackers and export. Return False if a signal kept the export
+    from being written.
 
     outcome: how the run ended. timeout_s: limit of a step, see `HangWatchdog`.
     """

@@ -346,8 +346,8 @@ _LINE_LETTERS = 1 << 16
 class Tee:
     """A stream that is also kept in a file, without what only a terminal can show.
 
-    That one of the two takes no more does not end a run. Of a line that is written over again and
-    again, as progress bars are, the file has the last state.
+    A stream that takes no more does not end the run. The file has only the last state of a line
+    that is written over again and again, as progress bars are.
     """
 
     def __init__(self, stream: TextIO, path: Path):

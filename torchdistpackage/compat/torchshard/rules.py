@@ -251,7 +251,7 @@ def stack(args: Args, kwargs: Kwargs, out: Any) -> Cut:
 def product(args: Args, kwargs: Kwargs, out: Any) -> Cut:
     """Return the cut of a matmul of operands split along the same batch dim.
 
-    Or the first is split by rows, or the second by columns.
+    The first may instead be split by rows, or the second by columns.
     """
     a, b = tensors([*args, *kwargs.values()])[:2]
     if a.dim() < 2 or b.dim() < 2:

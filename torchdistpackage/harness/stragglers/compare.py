@@ -173,7 +173,7 @@ def cpu_wait_clock() -> Callable[[], float]:
 class _Running:
     """Reads one file of three numbers: nanoseconds on a core, in a queue for one, time slices.
 
-    Not again before `_LOOK_S` have passed: that costs more than all else in a change of phase.
+    It reads at most once per `_LOOK_S`, as a read costs more than all else in a change of phase.
     """
 
     def __init__(self, file: int):

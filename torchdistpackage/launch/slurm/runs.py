@@ -161,7 +161,7 @@ def find_runs(folder: Path) -> list[SubmittedRun]:
 def find(name: str, folder: Path) -> list[SubmittedRun]:
     """Return the runs that `name` means: a run folder, the name of one in `folder`, or a job id.
 
-    Several for a folder of runs, and for the id of an array.
+    A folder of runs has several, and so has the id of an array.
 
     Raises:
         ConfigError: none is meant; the text has the names that are near.

@@ -97,7 +97,9 @@ def _places_of_layer(layer: Any, apart: bool) -> list[Place]:
 
 
 def holds_numbers(value: Any) -> bool:
-    """Return whether it is a tensor with more than a count, or contains one."""
+    """Return whether a value is a tensor of several elements, or contains one; a tensor of one
+    element is a count.
+    """
     if isinstance(value, dict):
         value = tuple(value.values())
     if isinstance(value, (tuple, list)):

@@ -236,7 +236,7 @@ class RankProgram:
         steps.append(ProgramStep(compute, m, action, StepKind.COMPUTES))
 
     def _add_early(self, steps: list[ProgramStep], _: object, messages: Sequence[Action]) -> None:
-        """Add a step for each message alone."""
+        """Add a step for each message, which is posted by itself and not in a batch."""
         for action in messages:
             side, sends = self._side(action), action.kind.is_send
             post = partial(self._send, side) if sends else partial(side.receive, self._channel)

@@ -62,7 +62,7 @@ def rotary_frequencies(
 ) -> Tensor:
     """Return the radians per position of each pair of channels: (head_dim / 2,), fastest first.
 
-    In the order of operations of transformers, so that float32 gives the same bits.
+    It computes in the order of transformers, so that float32 gives the same bits.
     """
     channel = torch.arange(0, head_dim, 2, dtype=dtype, device=device)
     period = rope.theta ** (channel / head_dim)

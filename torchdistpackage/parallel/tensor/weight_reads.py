@@ -168,7 +168,7 @@ def _places(layout: Layout, num: int) -> tuple[int, list[int], Tensor | None]:
     """Return (dim that is split, length of each rank's slice, index of each position in the joined
     slices).
 
-    None: in order.
+    An index of None means that the slices are joined in order.
     """
     mesh, index_of, start = _mesh(layout, num), dict[int, int](), 0
     dim = next(d for d, axes in enumerate(layout.split) if axes)

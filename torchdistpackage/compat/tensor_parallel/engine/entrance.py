@@ -35,8 +35,8 @@ class SharedEntrance:
     def open(self, x: object) -> bool:
         """Return whether layers sum the gradient of `x` from now on, so that nobody else has to.
 
-        Not in a forward that is not differentiated; nor under autocast, where gradients of several
-        products add up in the dtype of x, not in that of the products; nor in a graph of
+        It stays closed in a forward that is not differentiated; under autocast, where gradients of
+        several matmuls add up in the dtype of x and not in that of the matmuls; and in a graph of
         torch.compile, which keeps no tensors from one layer to the next.
         """
         if not isinstance(x, Tensor) or not (torch.is_grad_enabled() and x.requires_grad):

@@ -57,9 +57,10 @@ class GradientHooks:
 
 
 class FromFirst(torch.autograd.Function):
-    """An output that all ranks have alike: rank 0 brings its gradient in, the others zeros.
+    """An output that all ranks hold equally, in whose backward rank 0 passes its gradient on, and
+    the others zeros.
 
-    What the ranks then add up, wherever they meet in the backward, is the gradient once.
+    The sum over ranks, wherever the backward takes it, then has the gradient once.
     """
 
     @staticmethod

@@ -45,7 +45,7 @@ def pretrained_class(calls: type["ShardedModelCalls"]) -> type:
     class ShardedPreTrainedModel(calls, PreTrainedModel):
         """A Hugging Face model of which each shard computes a part of every layer.
 
-        Without a plan that of the family is used. `module` keeps its weights. `save_pretrained`
+        Without a plan the family's plan is used. `module` keeps its weights. `save_pretrained`
         inside `save_tensor_parallel` writes the original's files.
         """
 
@@ -164,7 +164,7 @@ class ShardedModelCalls(PretrainedCalls, TakesNoAdapters):
     def get_submodule(self, target: str) -> nn.Module:
         """A part by its name. The table of tokens is that of all shards, to be called alone.
 
-        So peft calls it, to put prompts before the tokens.
+        peft calls it that way to put prompts before the tokens.
         """
         module = super().get_submodule(target)
         if not isinstance(getattr(module, "tp_wrapped_module", module), nn.Embedding):
