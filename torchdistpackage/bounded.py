@@ -172,7 +172,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(size_bytes - 8, MAX_HEADER_BYTES):
-            raise ValueError(f"it says its header has {length} bytes")
+            raise ValueError(f"its header claims to have {length} bytes")
         raw = file.read(length)
     try:
         header: dict[str, Any] = parse_json(raw.decode())
@@ -185,7 +185,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         if end != size_bytes - 8 - length:
             raise ValueError(f"its tensors end at {end} of {size_bytes - 8 - length} bytes")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"it has a header that is not true: {error!r}") from error
+        raise ValueError(f"its header is wrong: {error!r}") from error
     return tensors
 
 

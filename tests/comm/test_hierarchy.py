@@ -178,5 +178,5 @@ def planted(where: str) -> list[str]:
 @pytest.mark.parametrize("where", ["add", "hand_out", "silence"])
 def test_whatever_goes_wrong_on_its_thread_ends_the_wait(ranks, where):
     for texts in ranks(4).run(planted, where):
-        said = "no chunk went on for 1.5 s" if where == "silence" else "ValueError: planted"
+        said = "no chunk arrived for 1.5 s" if where == "silence" else "ValueError: planted"
         assert all(said in text for text in texts), texts

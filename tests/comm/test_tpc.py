@@ -187,7 +187,7 @@ def wrong_product_is_refused_before_groups() -> None:
     assert resolve_group(None, "tensor") is dist.group.WORLD
     tpc.setup_process_groups([("data", 2)])
     assert resolve_group(None, "tensor").size() == 1
-    with pytest.raises(CommError, match="without itself"):
+    with pytest.raises(CommError, match="of which it is not one"):
         tpc.groups.of([1 - dist.get_rank()])
     tpc.destroy()
     tpc.destroy()

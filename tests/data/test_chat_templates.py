@@ -73,7 +73,7 @@ def test_files_of_templates_go_before_those_of_the_configuration(tmp_path):
     save_chat_tokenizer(tmp_path, chat_template=DEFAULT)
     put(tmp_path, "additional_chat_templates/tool_use.jinja", "tools" + DEFAULT)
     assert written(tmp_path, {**ROW, "tools": [{}]}) == "toolsalpha|beta|"
-    with pytest.raises(DataError, match=r"here: of the chat templates tool_use of .* none is for"):
+    with pytest.raises(DataError, match=r"here: .* has the chat templates tool_use, but none for"):
         written(tmp_path, ROW)
     put(tmp_path, "chat_template.jinja", "file" + DEFAULT)
     assert written(tmp_path, ROW) == "filealpha|beta|"

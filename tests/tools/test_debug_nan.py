@@ -177,9 +177,13 @@ def test_another_action_is_refused():
 
 
 def test_what_is_no_module_is_refused():
-    with pytest.raises(TypeError, match="watch_nonfinite: the model is a NoneType, no module"):
+    with pytest.raises(
+        TypeError, match="watch_nonfinite: the model must be a torch.nn.Module, not a NoneType"
+    ):
         watch_nonfinite(None).__enter__()
-    with pytest.raises(TypeError, match="check_model_params: the model is a list, no module"):
+    with pytest.raises(
+        TypeError, match="check_model_params: the model must be a torch.nn.Module, not a list"
+    ):
         debug_nan.check_model_params([])
 
 

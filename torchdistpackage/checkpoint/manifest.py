@@ -159,7 +159,8 @@ class Manifest:
                 )
             if _checksum(data) != document["crc32"]:
                 raise CheckpointError(
-                    f"its checksum is {_checksum(data)}, and it says {str(document['crc32'])[:40]}"
+                    f"its checksum is {_checksum(data)}, but it states "
+                    f"{str(document['crc32'])[:40]}"
                 )
             if missing := {x.name for x in fields(cls)} - data.keys():
                 raise CheckpointError(f"it lacks {', '.join(sorted(missing))}")

@@ -91,7 +91,10 @@ class Groups:
         """
         key = tuple(sorted(ranks))
         if self._rank not in key:
-            raise CommError(f"rank {self._rank} asked for the group of ranks {key}, without itself")
+            raise CommError(
+                f"rank {self._rank} asked for a group of ranks {key}, of which it is not one; "
+                "call it on those ranks only"
+            )
         if not dist.is_initialized():
             raise CommError("there is no default process group; call setup_distributed() first")
         if len(key) == dist.get_world_size() and not use:

@@ -111,7 +111,7 @@ def broadcast_tensor_dict(
 
     def describe() -> tuple[object, list[TensorMetadata]]:
         if not isinstance(tensors, dict):
-            raise CommError(f"a dict was expected of the source, not a {type(tensors).__name__}")
+            raise CommError(f"the source must pass a dict, not a {type(tensors).__name__}")
         structure = map_leaves(take_out, tensors, _is_tensor, dataclasses=False)
         return structure, [_metadata(x) for x in taken_out]
 

@@ -203,7 +203,7 @@ class ProcessTopology:
         """This rank's groups, also for combinations of axes that no mode names."""
         groups = self._context().groups
         if groups is None:
-            raise LaunchError("tpc stands in for a rank without processes here: it has no groups")
+            raise LaunchError("tpc stands for a rank without processes here, so it has no groups")
         return groups
 
     @property

@@ -134,7 +134,7 @@ class ResolvedOptions:
         if self.reduce_dtype is not None:
             _LOG.info("%s: gradients travel as %s", name, self.reduce_dtype)
         if self._has_own_hook:
-            _LOG.info("%s: gradients travel as %s has them", name, self.comm_hook)
+            _LOG.info("%s: gradients are sent as the hook %s makes them", name, self.comm_hook)
             if self._by_node:
                 # A hook that wraps the default one looks like any other hook, so it is not replaced
                 # by node: all ranks must end with what this hook computes.

@@ -78,9 +78,9 @@ def _reached(
     reducer = reducer_ref() if state is None else state.find()
     if reducer is None:
         raise CommError(
-            "a backward came to what a NaiveDDP or ZeroOptimizer returned that was dropped since, "
-            "so that its gradients would not be reduced; keep it until the last backward through "
-            "its outputs is over"
+            "a backward reached outputs of a NaiveDDP or ZeroOptimizer that no longer exists, so "
+            "their gradients would not be reduced; keep that object until the last backward "
+            "through its outputs is over"
         )
     if reducer.reached(made_in, wait) and state is not None:
         state.let_go()

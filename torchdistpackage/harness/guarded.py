@@ -98,7 +98,7 @@ class GuardedThread:
     def begin(self, step_name: str, ranks: tuple[int, ...]) -> None:
         """Begin a step of `ranks`; called in the thread."""
         if self._is_left:
-            raise CommError(f"{step_name}: the rank has given up")
+            raise CommError(f"{step_name}: this rank has given up")
         self._step = _Step(self._step.number + 1, step_name, ranks, time.monotonic())
 
     def report(

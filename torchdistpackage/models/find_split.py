@@ -72,7 +72,7 @@ def find_split(shape: TransformersShape, model: Any, axis: str = "tensor") -> Mo
         if layout.shape != tuple(parameter.shape):
             raise LayoutError(
                 f"{name} of this {type(model).__name__} has the shape {tuple(parameter.shape)}, "
-                f"and the table of {shape.family} says {layout.shape}"
+                f"but the table of {shape.family} has {layout.shape}"
             )
         if not parameter.is_floating_point():
             raise LayoutError(
@@ -90,8 +90,8 @@ def find_split(shape: TransformersShape, model: Any, axis: str = "tensor") -> Mo
         )
     if kind.output and shape.sizes.tied != _is_tied(model, shape.sizes.tied):
         raise LayoutError(
-            f"tie_word_embeddings of this {type(model).__name__} is {shape.sizes.tied}, which its "
-            f"embedding and its head contradict"
+            f"tie_word_embeddings of this {type(model).__name__} is {shape.sizes.tied}, but its "
+            "embedding and its head say otherwise"
         )
     blocks = kind.blocks
     path = blocks.removeprefix(f"{base}.") if base else blocks

@@ -95,7 +95,9 @@ def symbolic_table(family: str) -> dict[str, Any]:
             biases[layer] = setting
     order = order_of(plain.model, plain.ids, plain.found.blocks, plain.table)
     if not order.is_listed and not plain.cuts.experts:
-        raise NotAvailableError(f"{family} runs its layers in another order than it lists them")
+        raise NotAvailableError(
+            f"{family} runs its layers in another order than its table lists them"
+        )
     embedding = plain.model.get_input_embeddings()
     table = next(path for path, x in plain.model.named_modules() if x is embedding)
     first, output = f"{plain.found.blocks}.0.", plain.found.output

@@ -164,7 +164,9 @@ class GradScaler(torch.amp.GradScaler):
             ValueError: it is empty, as that of a scaler that was not enabled.
         """
         if self._enabled and not state_dict:
-            raise ValueError("the scaler's state is empty: it was saved by one with enabled=False")
+            raise ValueError(
+                "the scaler's state is empty: it was saved by a scaler with enabled=False"
+            )
         super().load_state_dict(state_dict)
 
 

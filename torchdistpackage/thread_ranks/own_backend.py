@@ -216,7 +216,7 @@ def _op(opts) -> str:
     for name, (candidate, _) in _OPS.items():
         if reduce_op == candidate:
             return name
-    raise NotImplementedError(f"reduce operation {reduce_op} is not delivered between threads")
+    raise NotImplementedError(f"threads cannot reduce with operation {reduce_op}")
 
 
 def _even_parts(x: Tensor, like: Tensor, number: int) -> list[Tensor]:

@@ -77,7 +77,7 @@ class NVTXContext(ContextDecorator):
     def __init__(self, context_name: str, record_time: bool = False):
         if not isinstance(context_name, str):
             kind = type(context_name).__name__
-            raise TypeError(f"NVTXContext: a range is named by a text, not by a {kind}")
+            raise TypeError(f"NVTXContext: a range needs a text as its name, got a {kind}")
         self.context_name, self.record_time = context_name, record_time
         self.start_time: float | None = None
         self.exit_time: float | None = None

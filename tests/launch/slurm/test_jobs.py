@@ -62,7 +62,7 @@ def test_a_task_is_cancelled_alone_and_an_array_by_its_runs(tmp_path: Path):
 def test_nothing_to_cancel_and_a_refusal_are_told(tmp_path: Path):
     run = submitted(tmp_path / "a", "7")
     slurm = Scripted(squeue=row("7", "COMPLETED"))
-    with pytest.raises(LaunchError, match=r"nothing to cancel: over are a \(job 7\)"):
+    with pytest.raises(LaunchError, match=r"nothing to cancel: a \(job 7\) are over"):
         cancel([run], slurm)
     assert slurm.count("scancel") == 0
     slurm = Scripted(

@@ -292,7 +292,7 @@ def test_what_is_no_attention_is_refused_on_all_ranks(ranks):
         "heads of q: rank 0 has 4, rank 1 has 5; heads of k: rank 0 has 4, rank 1 has 5; is_causal",
         "3 heads of queries and 3 of keys and values cannot be shared",
         "pass enable_gqa=True",
-        "4 heads of queries are no multiple of 3",
+        "4 heads of queries are not a multiple of 3",
         "use one of p2p, all_gather, a2a, a2a+p2p, auto",
         "no order 'striped'",
         "window=0",

@@ -132,4 +132,6 @@ class _MetadataUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _PLAIN or (module in _MODULES and "." not in name):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which has no place there")
+        raise pickle.UnpicklingError(
+            f"it refers to {module}.{name}, which DCP metadata never contains"
+        )

@@ -106,7 +106,10 @@ def read_suffixed(path: Path, split_dims: Mapping[str, int] | None = None) -> Te
     """
     match = _SUFFIX.fullmatch(path.name)
     if match is None:
-        raise CheckpointError(f"{path.name} does not end as get_mp_ckpt_suffix says")
+        raise CheckpointError(
+            f"{path.name} does not end with a suffix of get_mp_ckpt_suffix, such as "
+            "_tp_1_pp_0.pth; name one of the files that it named"
+        )
     files: dict[tuple[int, int], Path] = {}
     for file in path.parent.glob("*.pth"):
         other = _SUFFIX.fullmatch(file.name)
@@ -116,8 +119,8 @@ def read_suffixed(path: Path, split_dims: Mapping[str, int] | None = None) -> Te
     expected = {(p, t) for p in range(num_pipe) for t in range(num_tensor)}
     if missing := sorted(expected - files.keys()):
         raise CheckpointError(
-            f"{path.parent}: of {match['stem']} the file of pipe {missing[0][0]}, tensor "
-            f"{missing[0][1]} is missing"
+            f"{path.parent}: {match['stem']} lacks the file of pipe rank {missing[0][0]}, tensor "
+            f"rank {missing[0][1]}"
         )
     joined: dict[str, tuple[list[Tensor], int | None]] = {}
     for pipe in range(num_pipe):

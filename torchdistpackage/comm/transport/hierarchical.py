@@ -67,7 +67,10 @@ def hierarchical_all_reduce(
     assert nodes is not None
     ranks = ranks_of(group)
     if len(nodes) != len(ranks):
-        raise CommError(f"nodes has {len(nodes)} names for the {len(ranks)} ranks {ranks}")
+        raise CommError(
+            f"nodes has {len(nodes)} names for the {len(ranks)} ranks {ranks}; give one for each "
+            "rank"
+        )
     by_node: dict[Hashable, list[int]] = {}
     for rank, node in zip(ranks, nodes, strict=True):
         by_node.setdefault(node, []).append(rank)
@@ -245,7 +248,7 @@ class _ChunkedWork:
                 if error is None or isinstance(error, RuntimeError):
                     return chunk.sent.result()
                 raise RuntimeError(f"{type(error).__name__}: {error}") from error
-        raise RuntimeError(f"no chunk went on for {limit_s:g} s, and the back end raised no error")
+        raise RuntimeError(f"no chunk arrived for {limit_s:g} s, and the back end raised no error")
 
 
 _Step = Callable[[_HierarchicalAllReduce, _Chunk, torch.futures.Future], None]

@@ -263,7 +263,9 @@ class RegisterParallelDim(nn.Module):
     def forward(self, x: Any) -> Any:
         for each in x if isinstance(x, list | tuple) else [x]:
             if not isinstance(each, Tensor):
-                raise ValueError(f"a tensor, or a list of tensors, not {type(each).__name__}")
+                raise ValueError(
+                    f"needs a tensor or a list of tensors, got a {type(each).__name__}"
+                )
             set_attribute(each, self.dim)
         return x
 

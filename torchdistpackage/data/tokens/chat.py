@@ -81,8 +81,8 @@ class ChatTemplate:
         name = self._name(variables)
         if name is None:
             raise DataError(
-                f"{where}: of the chat templates {', '.join(self._sources)} of {self._folder} none "
-                f"is for a chat without tools; add one named {DEFAULT}"
+                f"{where}: {self._folder} has the chat templates {', '.join(self._sources)}, but "
+                f"none for a chat without tools; add one named {DEFAULT}"
             )
         return partial(self._text, self._template(name), self._tokens | variables, where)
 

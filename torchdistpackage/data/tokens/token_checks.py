@@ -39,9 +39,9 @@ def checked_meta(folder: Path) -> dict[str, Any]:
     """
     meta = parse_json(read_regular(folder / META, _MOST_META).decode())
     if not isinstance(meta, dict) or meta.pop("checksum", None) != _of_meta(meta):
-        raise ValueError(f"{META} is not as it was written")
+        raise ValueError(f"{META} has changed since it was written")
     if meta["entry"] != folder.name:
-        raise ValueError(f"{META} is that of the entry {meta['entry']}")
+        raise ValueError(f"{META} belongs to the entry {meta['entry']}")
     files = {f"{name}.bin": expected for name, expected in meta["checksums"].items()}
     stamp = folder.with_name(f"{folder.name}.checked")
     facts, changed_s = _facts(folder, [META, *files])
@@ -51,7 +51,7 @@ def checked_meta(folder: Path) -> dict[str, Any]:
     for name, expected in files.items():
         checksum = new_checksum()
         if [add_file(checksum, folder / name), checksum.hexdigest()] != expected:
-            raise ValueError(f"{name} is not as it was written")
+            raise ValueError(f"{name} has changed since it was written")
     # a change right after this check could leave the times as they are, so stamp only old files
     if changed_s < time.time() - SETTLED_S:
         with suppress(OSError):  # the cache may be read-only

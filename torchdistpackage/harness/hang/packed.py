@@ -36,7 +36,7 @@ class CallRows(Sequence[dict[str, Any]]):
 
     def __init__(self, kinds: Sequence[Mapping[str, Any]], rows: Sequence[Sequence[Any]]) -> None:
         if {len(row) for row in rows} - {4} or {row[0] for row in rows} - {*range(len(kinds))}:
-            raise ValueError("a call is not whole")
+            raise ValueError("a call is incomplete")
         self.kinds, self.rows = kinds, rows
 
     @classmethod
@@ -88,7 +88,7 @@ def unpack(text: str) -> dict[str, Any]:
             return json.loads(text)
         parts = zlib.decompress(base64.b64decode(text[1:])).decode().split("\0")
     except zlib.error as error:
-        raise ValueError(f"it is not whole: {error}") from error
+        raise ValueError(f"it is incomplete: {error}") from error
     fields: dict[str, Any] = json.loads(parts[0])
     kinds, fields["stacks"] = _known(parts[1]), _known(parts[2])
     if snapshot := fields.get("snapshot"):

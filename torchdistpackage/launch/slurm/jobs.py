@@ -83,7 +83,7 @@ def cancel(runs: Sequence[SubmittedRun], runner: Runner = run_command) -> list[s
     ids = [info.job for run in runs for info in active_jobs(run, runner)]
     if not ids:
         over = ", ".join(f"{run.name} (job {run.latest.job})" for run in runs)
-        raise LaunchError(f"there is nothing to cancel: over are {over}")
+        raise LaunchError(f"there is nothing to cancel: {over} are over")
     ran = runner(["scancel", *ids])
     if ran.code != 0:
         raise LaunchError(f"scancel {' '.join(ids)} failed: {ran.why}")
@@ -159,7 +159,7 @@ def sbatch(
     if ran.code == 0 and job.isdigit():
         return job
     lost = ran.code == 0 or _LOST.search(ran.err)
-    raise (CommandTimeout if lost else LaunchError)(f"sbatch does not take {script}: {ran.why}")
+    raise (CommandTimeout if lost else LaunchError)(f"sbatch refused {script}: {ran.why}")
 
 
 def _lost_job(script: Path, since_s: float, noted: Sequence[str], runner: Runner) -> str:

@@ -330,8 +330,8 @@ def _check_dims(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None) ->
         and k.shape[1] == v.shape[1]
     ):
         raise LayoutError(
-            f"{shapes} are not parts of one sequence: batch sizes, positions and widths of q and k "
-            f"must be equal, as must the heads of k and v"
+            f"{shapes} are not slices of one sequence: batch sizes, positions and widths of q and "
+            "k must be equal, as must the heads of k and v"
         )
     if not q.dtype == k.dtype == v.dtype:
         raise LayoutError(f"q is of {q.dtype}, k of {k.dtype} and v of {v.dtype}; use one dtype")
@@ -355,7 +355,7 @@ def _check_arguments(q: Tensor, k: Tensor, v: Tensor, gqa: bool, dropout: float)
         )
     if heads % kv_heads:
         raise LayoutError(
-            f"{heads} heads of queries are no multiple of {kv_heads} heads of keys and values"
+            f"{heads} heads of queries are not a multiple of {kv_heads} heads of keys and values"
         )
     if not 0 <= dropout < 1:
         raise LayoutError(f"dropout_p={dropout}; use 0 or more, below 1")
