@@ -178,11 +178,11 @@ def test_another_action_is_refused():
 
 def test_what_is_no_module_is_refused():
     with pytest.raises(
-        TypeError, match="watch_nonfinite: the model must be a torch.nn.Module, not a NoneType"
+        TypeError, match=r"watch_nonfinite: the model must be a torch\.nn\.Module, not a NoneType"
     ):
         watch_nonfinite(None).__enter__()
     with pytest.raises(
-        TypeError, match="check_model_params: the model must be a torch.nn.Module, not a list"
+        TypeError, match=r"check_model_params: the model must be a torch\.nn\.Module, not a list"
     ):
         debug_nan.check_model_params([])
 

@@ -291,10 +291,10 @@ def test_bad_input_is_refused():
     model = nn.Linear(2, 2)
     with pytest.raises(TypeError, match="args is a Tensor; pass a tuple"):
         get_model_profile(model, torch.ones(3, 2))
-    with pytest.raises(TypeError, match="the model must be a torch.nn.Module, not a function"):
+    with pytest.raises(TypeError, match=r"the model must be a torch\.nn\.Module, not a function"):
         register_profile_hooks(lambda x: x)
     with pytest.raises(
-        TypeError, match="get_model_profile: the model must be a torch.nn.Module, not a NoneType"
+        TypeError, match=r"get_model_profile: the model must be a torch\.nn\.Module, not a NoneType"
     ):
         get_model_profile(None, (torch.ones(3, 2),))
     with pytest.raises(ValueError, match="0 repeats; measure 1 call or more"):
