@@ -181,13 +181,13 @@ class ShardReader:
         self,
         path: Path,
         params: Params,
-        here: TopologyRank,
+        topology_rank: TopologyRank,
         optimizer: torch.optim.Optimizer | None,
     ):
         self.path = path
         self.manifest: Manifest = read_manifest(path)
         self.num_owned = 0
-        self._here, self._optimizer = here, optimizer
+        self._here, self._optimizer = topology_rank, optimizer
         self._reads: dict[str, list[Read]] = defaultdict(list)
         self._states: dict[Tensor, dict[str, Tensor]] = {}
         self._files: dict[str, TensorFile] = {}
@@ -201,7 +201,7 @@ class ShardReader:
         masters = self._ask_states(layouts) if is_sharded else set[Tensor]()
         counted: set[str] = set()
         for param, layout in params.values():
-            saved = here.whole(layout, param)
+            saved = topology_rank.whole(layout, param)
             self._ask(saved, layout.name, rounds=param in masters)
             if saved.owned is not None and layout.name not in counted:
                 self.num_owned += sum(tensor.numel() for _, tensor in saved.owned)
@@ -297,13 +297,17 @@ class ShardReader:
         that holds the full parameter can load.
         """
         name = f"{layout.name}#{key}"
-        state_layout, entry, here = layout.named(name), self.manifest.tensors[name], self._here
+        state_layout, entry, topology_rank = (
+            layout.named(name),
+            self.manifest.tensors[name],
+            self._here,
+        )
         dtype = getattr(torch, entry.dtype)
         if key == STEP or (layout.shape and not entry.shape):
             # torch.optim wants step counts on the device only for capturable and fused steps
             on_device = hyper.get("capturable") or hyper.get("fused")
             buffer = torch.empty((), dtype=dtype, device=tensor.device if on_device else "cpu")
-            self._ask(here.kept(state_layout, shard, buffer), layout.name)
+            self._ask(topology_rank.kept(state_layout, shard, buffer), layout.name)
         elif entry.shape != layout.shape:
             if not is_whole(layout, tensor):
                 raise CheckpointError(
@@ -312,11 +316,11 @@ class ShardReader:
                     f"layout or the optimizer that wrote it"
                 )
             buffer = torch.empty(entry.shape, dtype=dtype, device=tensor.device)
-            self._ask(here.kept(state_layout, shard, buffer), layout.name)
+            self._ask(topology_rank.kept(state_layout, shard, buffer), layout.name)
         else:
             # zeros, because no file holds the padding that a layout may have
             buffer = torch.zeros_like(tensor, dtype=dtype, requires_grad=False)
-            self._ask(here.part(state_layout, shard, buffer), layout.name)
+            self._ask(topology_rank.part(state_layout, shard, buffer), layout.name)
         return buffer
 
     # -- boxes -------------------------------------------------------------------------

@@ -182,8 +182,12 @@ class LocalCopies:
             check_manifest(manifest, path)
         except CheckpointError as error:
             return str(error)
-        here = has[self._ranks.index(self.committer)]
-        share = () if here is None else here.files[self._node.index(self._rank) :: len(self._node)]
+        of_committer = has[self._ranks.index(self.committer)]
+        share = (
+            ()
+            if of_committer is None
+            else of_committer.files[self._node.index(self._rank) :: len(self._node)]
+        )
         problems = {name: _problem(path / name, manifest.files[name]) for name in share}
         intact = [name for name, problem in problems.items() if not problem]
         self._note_unusable([problem for problem in problems.values() if problem])

@@ -177,7 +177,7 @@ def _memory_order(x: Tensor) -> tuple[int, ...]:
 
 
 def saved_tensors(
-    params: Params, here: TopologyRank, optimizer: torch.optim.Optimizer | None
+    params: Params, topology_rank: TopologyRank, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[SavedTensor]:
     """Yield every tensor to save: the parameters and their optimizer state.
 
@@ -196,19 +196,21 @@ def saved_tensors(
         from_shards = {m.spec.parameter for m in members}
     for p, layout in by_name.values():
         if p not in from_shards:
-            yield replace(here.whole(layout, p), is_buffer=not isinstance(p, nn.Parameter))
+            yield replace(topology_rank.whole(layout, p), is_buffer=not isinstance(p, nn.Parameter))
     if isinstance(optimizer, ShardedOptimizer):
         for shard in optimizer.shards:
             layout = layouts.get(shard.parameter)
             if layout is None:
                 continue
-            yield here.sliced(layout, shard, shard.tensor.to(shard.parameter.dtype))
+            yield topology_rank.sliced(layout, shard, shard.tensor.to(shard.parameter.dtype))
             if has_master(shard):
-                yield here.sliced(layout.named(f"{layout.name}#{MASTER}"), shard, shard.tensor)
-            yield from _state(optimizer, shard.tensor, shard, layout, here)
+                yield topology_rank.sliced(
+                    layout.named(f"{layout.name}#{MASTER}"), shard, shard.tensor
+                )
+            yield from _state(optimizer, shard.tensor, shard, layout, topology_rank)
     elif optimizer is not None:
         for param, layout in by_name.values():
-            yield from _state(optimizer, param, None, layout, here)
+            yield from _state(optimizer, param, None, layout, topology_rank)
 
 
 def has_master(shard: OptimizerShard) -> bool:
@@ -217,7 +219,11 @@ def has_master(shard: OptimizerShard) -> bool:
 
 
 def _state(
-    optimizer: Any, param: Tensor, shard: OptimizerShard | None, layout: Layout, here: TopologyRank
+    optimizer: Any,
+    param: Tensor,
+    shard: OptimizerShard | None,
+    layout: Layout,
+    topology_rank: TopologyRank,
 ) -> Iterator[SavedTensor]:
     """Yield everything that the optimizer keeps for one of its tensors."""
     for key, value in optimizer.state.get(param, {}).items():
@@ -232,7 +238,9 @@ def _state(
                 f"{tuple(param.shape)}, which is split over ranks; only state of that shape and "
                 f"scalars can be saved then"
             )
-        yield (here.part if is_part else here.kept)(layout.named(name), shard, tensor)
+        yield (topology_rank.part if is_part else topology_rank.kept)(
+            layout.named(name), shard, tensor
+        )
 
 
 def is_whole(layout: Layout, tensor: Tensor) -> bool:

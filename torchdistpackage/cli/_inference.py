@@ -171,8 +171,8 @@ class ModelSource:
         overridden = {change.partition("=")[0].strip() for change in changes}
         every = {**_FORWARD_KEYS, **keys}
         overrides = [f"{key}={value}" for key, value in every.items() if key not in overridden]
-        here = detect(os.environ)
-        world_size = None if here.source == "alone" else here.world_size
+        rendezvous = detect(os.environ)
+        world_size = None if rendezvous.source == "alone" else rendezvous.world_size
         if self.is_run:
             overrides = [*self._own_weights, *overrides]
             config = load(self.path / RESOLVED, [*overrides, *changes], world_size)
@@ -266,8 +266,8 @@ def on_ranks(source: ModelSource, config: RunConfig, request: GenerateRequest | 
         CheckpointError: no rank could do it, all for the same reason.
         RankError: a rank failed.
     """
-    here, args = detect(os.environ), (config, source.weights, request)
-    if here.source == "alone":
+    rendezvous, args = detect(os.environ), (config, source.weights, request)
+    if rendezvous.source == "alone":
         answer = run_local(RANK_MAIN, args, num_procs=local_procs(config), preload=PRELOAD)[0]
     else:
         answer = resolve(RANK_MAIN)(*args)

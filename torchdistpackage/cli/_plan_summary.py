@@ -121,8 +121,8 @@ def _features(plan: Plan) -> list[tuple[str, str]]:
     lines: list[tuple[str, str]] = []
     if (experts := expert_plan(plan)) is not None:
         least, most = min(experts.on_rank), max(experts.on_rank)
-        here = f"{most}" if least == most else f"{least} or {most}"
-        text = f"{sum(experts.on_rank)} in {experts.num_blocks} blocks, {here} on each rank"
+        per_rank = f"{most}" if least == most else f"{least} or {most}"
+        text = f"{sum(experts.on_rank)} in {experts.num_blocks} blocks, {per_rank} on each rank"
         sent = size_text(experts.mean_bytes)
         lines.append(("experts", f"{text}; a rank sends {sent} each way in a block and microbatch"))
     train = plan.config.train

@@ -149,13 +149,13 @@ def _experts(plan: Plan, ranks_per_node: int | None) -> list[str]:
     if experts is None:
         return []
     least, most = min(experts.on_rank), max(experts.on_rank)
-    here = f"{most}" if least == most else f"{least} or {most}"
+    per_rank = f"{most}" if least == most else f"{least} or {most}"
     crossing = ""
     if ranks_per_node is not None:
         crossing = f"; {size_text(experts.crossing_bytes(plan, ranks_per_node))} cross nodes"
     lines = [
-        f"experts            {sum(experts.on_rank)} in {experts.num_blocks} blocks, {here} on each "
-        f"of {len(experts.on_rank)} ranks; {experts.active_parameters:,} parameters are active for "
+        f"experts            {sum(experts.on_rank)} in {experts.num_blocks} blocks, {per_rank} on "
+        f"each of {len(experts.on_rank)} ranks; {experts.active_parameters:,} parameters are active for "
         f"a token",
         f"dispatch           a rank sends {size_text(experts.mean_bytes)} each way in a block and "
         f"microbatch, at most {size_text(experts.most_bytes)}{crossing}",

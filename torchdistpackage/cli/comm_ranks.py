@@ -79,17 +79,17 @@ def parse_target(words: Sequence[str], axes: str | None, procs: int | None) -> C
     def wrong(why: str) -> None:
         problems.append(Problem(_LINE, None, "", why))
 
-    here, target = detect(os.environ), None
+    rendezvous, target = detect(os.environ), None
     if words and axes is not None:
         wrong(f"both CONFIG ({words[0]}) and --axes ({axes}) name the groups; give only one")
     sizes = _parsed(axes, problems) if axes is not None else (("data", None),)
-    if not words and axes is None and procs is None and here.source == "alone":
+    if not words and axes is None and procs is None and rendezvous.source == "alone":
         wrong("the number of ranks is not known; give CONFIG, --axes or --procs")
     try:
         if words:
-            target = _of_run(words, procs, here)
+            target = _of_run(words, procs, rendezvous)
         elif not problems:
-            number = num_ranks(sizes, procs, here)
+            number = num_ranks(sizes, procs, rendezvous)
             target = CommTarget(topology(sizes, number).dense.axes, number)
     except ConfigErrors as error:
         problems.extend(error.problems)
@@ -140,10 +140,10 @@ def run_ranks(
             raise CommError(note.read_text(encoding="utf-8") + more) from None
 
 
-def _of_run(words: Sequence[str], procs: int | None, here: Rendezvous) -> CommTarget:
+def _of_run(words: Sequence[str], procs: int | None, rendezvous: Rendezvous) -> CommTarget:
     """Return the ranks of CONFIG with its overrides; problems name --procs instead of its key."""
     override = f"{PROCS}={procs}"
-    launched = None if here.source == "alone" else num_ranks((), procs, here)
+    launched = None if rendezvous.source == "alone" else num_ranks((), procs, rendezvous)
     try:
         run = load(words[0], [*words[1:], *([] if procs is None else [override])], launched)
         plan = make_plan(run, launched or local_procs(run), words[0])

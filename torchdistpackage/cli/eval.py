@@ -146,16 +146,18 @@ def _batch_keys(source: ModelSource, keys: dict[str, object]) -> dict[str, objec
 
     A source of the user's own gets whole batches, because its samples depend on them.
     """
-    run, here = source.own, detect(os.environ)
+    run, rendezvous = source.own, detect(os.environ)
 
     def size(axis: str) -> int:
         text = str(keys.get(f"parallel.{axis}", getattr(run.parallel, axis)))
         return int(text) if text.isdigit() else 1
 
-    if here.source == "alone" or "parallel.data" in keys:
+    if rendezvous.source == "alone" or "parallel.data" in keys:
         num_data = size("data")
     else:
-        num_data = max(here.world_size // (size("pipe") * size("context") * size("tensor")), 1)
+        num_data = max(
+            rendezvous.world_size // (size("pipe") * size("context") * size("tensor")), 1
+        )
     batch_keys: dict[str, object] = {"parallel.data": num_data}
     if not source.is_run:
         batch_keys["data.seq_len"] = min(source.window, _WINDOW)

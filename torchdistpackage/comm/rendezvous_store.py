@@ -77,7 +77,7 @@ def find(
     address, rank = rendezvous.address, rendezvous.rank
     end = time.monotonic() + timeout_s
     stranger_since: float | None = None
-    seen, pause_s = "no process listened", 0.05
+    last_answer, pause_s = "no process listened", 0.05
     # its own numbers: the user may have seeded those of `random`
     draw = random.Random(rank)
     silent: dict[int, _Visit] = {}
@@ -92,13 +92,13 @@ def find(
                         wait_s = min(PORT_WAIT_S, left_s)
                         socket.create_connection((address, port), wait_s).close()
                     except OSError as error:
-                        seen, stranger_since = f"port {port}: {error}", None
+                        last_answer, stranger_since = f"port {port}: {error}", None
                         continue
                 visit = _Visit(address, port, rendezvous.world_size, left_s)
             try:
                 store = visit.store(min(PORT_WAIT_S, max(end - time.monotonic(), 0.0)))
             except TimeoutError as error:
-                seen, silent[port] = str(error), visit
+                last_answer, silent[port] = str(error), visit
                 # torch asks a server of another kind again and again, for as long as it may; one
                 # rank looks for all, as each look is a connection more
                 looks = len(ports) == 1 and rank == 1 and visit.silent_s > BUSY_S
@@ -106,18 +106,18 @@ def find(
                     stranger_since = None
                     continue
             except RuntimeError as error:
-                seen = f"port {port}: {str(error).splitlines()[0]}"
+                last_answer = f"port {port}: {str(error).splitlines()[0]}"
             else:
                 if visit.token == rendezvous.token:
                     store.set_timeout(timedelta(seconds=timeout_s))
                     return store, port
-                seen = f"port {port} belongs to another job"
+                last_answer = f"port {port} belongs to another job"
             stranger_since = stranger_since or visit.since
         if len(ports) == 1 and stranger_since and time.monotonic() - stranger_since > BUSY_S:
             raise LaunchError(
                 f"rank {rank}: port {ports[0]} of {address} is taken by something that is not rank "
-                f"0 of this job ({seen}); set MASTER_PORT to a free port, or unset it to let the "
-                f"job choose"
+                f"0 of this job ({last_answer}); set MASTER_PORT to a free port, or unset it to let "
+                f"the job choose"
             )
         if len(silent) < len(ports):
             # thousands may ask rank 0's host, and not all at the same moment
@@ -125,8 +125,8 @@ def find(
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     raise LaunchError(
         f"rank {rank} found no rank 0 of its job at {address}, ports {_listed(ports)}, within "
-        f"{timeout_s:g} s (last: {seen}); see whether rank 0 runs, and whether {address} can be "
-        f"reached from {socket.gethostname()}"
+        f"{timeout_s:g} s (last: {last_answer}); see whether rank 0 runs, and whether {address} can "
+        f"be reached from {socket.gethostname()}"
     )
 
 
@@ -232,10 +232,10 @@ def await_all(
         AbsentError: some did not sign in within `timeout_s`; names them.
         LaunchError: on every rank, what `judge` found.
     """
-    rank, here = rendezvous.rank, socket.gethostname()
+    rank, host = rendezvous.rank, socket.gethostname()
     cause: Exception | None = None
     try:
-        store.set(f"here/{rank}", here)
+        store.set(f"here/{rank}", host)
         # one word for all: the last to come and the first to give up may meet
         if store.add("arrived", 1) == rendezvous.world_size and store.add("decided", 1) == 1:
             store.set("settled", "")
@@ -258,7 +258,7 @@ def await_all(
     if verdict.startswith(_REFUSED):
         raise LaunchError(verdict.removeprefix(_REFUSED)) from cause
     cause_text = (
-        f"{verdict} within {timeout_s:g} s (I am rank {rank} on {here}, launched by "
+        f"{verdict} within {timeout_s:g} s (I am rank {rank} on {host}, launched by "
         f"{rendezvous.source})"
     )
     raise AbsentError(
@@ -288,8 +288,8 @@ def _give_up(store: dist.Store, rendezvous: Rendezvous, judge: Callable[[], str]
             missing = _missing(store, range(world_size))
             shown = [f"{r} on {hosts[r]}" if hosts else f"{r}" for r in missing]
             many = "s" * (len(missing) > 1)
-            away = {*missing}
-            first = next(r for r in range(world_size) if r not in away)
+            absent = {*missing}
+            first = next(r for r in range(world_size) if r not in absent)
             store.set("speaker", str(first))
             store.set(
                 "complete",

@@ -181,7 +181,7 @@ class StoredObjects:
         limit_s = self.limit.total_seconds()
         with suppress(RuntimeError):  # the store has gone
             came = [self._store.check([key]) for key in keys]
-            ranks = [r for r, here in zip(self._ranks[1:], came, strict=True) if not here]
+            ranks = [r for r, is_here in zip(self._ranks[1:], came, strict=True) if not is_here]
             shown = ", ".join(map(str, ranks[:_NAMED])) + ", ..." * (len(ranks) > _NAMED)
             return f"no object came within {limit_s:g} s from {len(ranks)} ranks ({shown})"
         return f"no objects came within {limit_s:g} s, and the store does not answer"

@@ -380,21 +380,21 @@ def unknown_key(path: Keys, key: str) -> tuple[str, frozenset[str]]:
     section, else a very similar key of another, else the valid keys.
     """
     section_class = _section_of(path)
-    here, section = {} if section_class is None else section_class.model_fields, dotted(path)
+    known_keys, section = {} if section_class is None else section_class.model_fields, dotted(path)
     if section not in SECTIONS:
-        close = nearest(key, here)
-        hint = f"did you mean {close}?" if close else f"valid here: {', '.join(here)}"
+        close = nearest(key, known_keys)
+        hint = f"did you mean {close}?" if close else f"valid here: {', '.join(known_keys)}"
         return f"unknown key; {hint}", frozenset()
     last = {path: path.rpartition(".")[2] for path in (*SECTIONS, *KEYS) if path}
     belongs = [path for path in last if last[path] == key]
-    close = nearest(key, here)
+    close = nearest(key, known_keys)
     options = belongs + ([f"{section}.{close}".removeprefix(".")] if close else [])
     if (ours := _ELSEWHERE.get(key)) is not None:
         options = [ours]
     if not options and (far := nearest(key, last.values(), _FAR)):
         options = [path for path in last if last[path] == far]
     if not options:
-        return f"unknown key; valid here: {', '.join(here)}", frozenset()
+        return f"unknown key; valid here: {', '.join(known_keys)}", frozenset()
     top = SECTIONS[""].model_fields if section else ()
     shown = [f"{path} at the top level" if path in top else path for path in options]
     kind = "misplaced key" if belongs else "unknown key"

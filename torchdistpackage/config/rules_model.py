@@ -46,10 +46,10 @@ def _heads_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
         shared = f" of model.kv_heads={kv} groups"
         more = nearest(heads, lambda n: n % kv == 0 and all_have_heads(n, kv, tensor))
     offers = f"set tensor to {either(ranks)}" + (f", or heads to {either(more)}" if more else "")
-    alike = "" if kv == heads else ", and each group the same number of ranks"
+    and_evenly = "" if kv == heads else ", and each group the same number of ranks"
     return (
         f"model.heads={heads}{shared} cannot be shared by parallel.tensor={tensor} ranks, as each "
-        f"needs one{alike}; {offers}"
+        f"needs one{and_evenly}; {offers}"
     )
 
 

@@ -182,9 +182,9 @@ class YamlDocument:
     def _list(self, node: yaml.SequenceNode, path: Keys) -> list[Any]:
         items: list[Any] = []
         for index, item in enumerate(node.value):
-            here = (*path, index)
-            self.locations[here] = self.location(item.start_mark.line + 1)
-            items.append(self.convert(item, here))
+            item_path = (*path, index)
+            self.locations[item_path] = self.location(item.start_mark.line + 1)
+            items.append(self.convert(item, item_path))
         return items
 
     def _mapping(self, node: yaml.MappingNode, path: Keys) -> dict[str, Any]:
@@ -208,13 +208,13 @@ class YamlDocument:
             if why := _unfit_text(key, MAX_KEY):
                 self.report(line, (*path, f"{key[:20]}..."), f"a key {why}")
                 continue
-            here = (*path, key)
+            key_path = (*path, key)
             if key in out:
-                self.report(line, here, f"duplicate key, first given on line {lines[key]}")
-                self._look_into(value_node, here, out[key])
+                self.report(line, key_path, f"duplicate key, first given on line {lines[key]}")
+                self._look_into(value_node, key_path, out[key])
                 continue
-            lines[key], self.locations[here] = line, self.location(line)
-            out[key] = self.convert(value_node, here)
+            lines[key], self.locations[key_path] = line, self.location(line)
+            out[key] = self.convert(value_node, key_path)
         return out
 
     def _look_into(self, node: yaml.Node, path: Keys, first: Any) -> None:

@@ -235,9 +235,11 @@ def disagreement(ranks: Sequence[RankDevice]) -> str:
 def _versions(by_versions: Mapping[str, Sequence[RankDevice]]) -> str:
     """Say which hosts have which versions, those of the fewest ranks first, and what to do."""
     shown: list[str] = []
-    for versions, those in sorted(by_versions.items(), key=lambda item: len(item[1])):
-        hosts = list(dict.fromkeys(r.host for r in those))
-        shown.append(f"{versions} on {_some(hosts, ' hosts')} ({_listed([r.rank for r in those])})")
+    for versions, devices in sorted(by_versions.items(), key=lambda item: len(item[1])):
+        hosts = list(dict.fromkeys(r.host for r in devices))
+        shown.append(
+            f"{versions} on {_some(hosts, ' hosts')} ({_listed([r.rank for r in devices])})"
+        )
     return (
         f"{_some(shown, ' versions')}; give all hosts one environment, or allow it with "
         f"launch.same_versions: false (same_versions=False of setup_distributed)"
@@ -255,12 +257,12 @@ def _shortage(ranks: Sequence[RankDevice]) -> str:
     """Return the hosts, how many GPUs each shows, and to how many ranks."""
     nodes = {r.node: [s for s in ranks if s.node == r.node] for r in ranks}
     lines: list[str] = []
-    for those in nodes.values():
-        r = those[0]
+    for devices in nodes.values():
+        r = devices[0]
         by_slurm = f" of the {r.num_given} that Slurm gave" if r.num_given else ""
         gpus = "no GPU" if not r.num_visible else f"{r.num_visible} GPU{'s' * (r.num_visible > 1)}"
         many = "s" * (r.num_local > 1)
-        numbers = _listed([s.rank for s in those])
+        numbers = _listed([s.rank for s in devices])
         lines.append(f"{r.host} shows {gpus}{by_slurm} to {r.num_local} rank{many} ({numbers})")
     return _some(lines, " hosts")
 

@@ -219,10 +219,10 @@ def hosts_of_ranks(env: Env, counts: Sequence[int], node: int) -> tuple[str, ...
     """
     hosts = expand(env.get("SLURM_STEP_NODELIST", ""))
     first = sum(counts[:node])
-    here = ",".join(map(str, range(first, first + counts[node])))
+    own_ranks = ",".join(map(str, range(first, first + counts[node])))
     # with one task per node Slurm calls the same thing cyclic
     other = env.get("SLURM_DISTRIBUTION", "block").partition(":")[0] != "block" and max(counts) > 1
-    if other or env.get("SLURM_GTIDS") != here or len(hosts) != len(counts):
+    if other or env.get("SLURM_GTIDS") != own_ranks or len(hosts) != len(counts):
         return ()
     return tuple(host for host, count in zip(hosts, counts, strict=True) for _ in range(count))
 

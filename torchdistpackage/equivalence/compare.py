@@ -119,8 +119,8 @@ def _worst(
     differences: list[tuple[float, int]] = []
     for rank, tensors in enumerate(by_rank):
         if name in tensors:
-            apart = by.apart(tensors[name], reference[name])
-            differences.append((float("inf") if apart is None else apart, rank))
+            gap = by.apart(tensors[name], reference[name])
+            differences.append((float("inf") if gap is None else gap, rank))
     worst, rank = max(differences, default=(0.0, 0))
     if worst <= max(by.tolerance, noise):
         return None
@@ -152,13 +152,13 @@ def _data(
     for number, tensor in enumerate(reference.inputs):
         fed = [(rank, r.inputs[number]) for rank, r in enumerate(ranks) if len(r.inputs) > number]
         for rank, samples in fed:
-            apart = difference(samples, tensor)
-            if apart is not None and apart > TOLERANCE:
+            gap = difference(samples, tensor)
+            if gap is not None and gap > TOLERANCE:
                 cause = "data that depend on the number of ranks, or on what was asked before"
-                return ParityFinding(DATA, "samples", apart, rank, cause)
-        seen = set().union(*(rows_found(samples, tensor) for _, samples in fed))
+                return ParityFinding(DATA, "samples", gap, rank, cause)
+        read_rows = set().union(*(rows_found(samples, tensor) for _, samples in fed))
         if fed and any(samples.shape[1:] == tensor.shape[1:] for _, samples in fed):
-            missing = sorted(set(range(tensor.shape[0])) - seen)
+            missing = sorted(set(range(tensor.shape[0])) - read_rows)
             if missing:
                 cause = f"ranks that read the same samples: sample {missing[0]} is on no rank"
                 return ParityFinding(DATA, "samples", None, fed[-1][0], cause)
@@ -200,8 +200,8 @@ def _results(
 ) -> tuple[float | None, int] | None:
     """Return how far the whole model's outputs are off, and on which rank; None: all are right."""
     for number, full in enumerate(reference.results):
-        apart = (by.apart(record.results[number], full) for record in ranks)
-        differences = [(float("inf") if x is None else x, rank) for rank, x in enumerate(apart)]
+        gaps = (by.apart(record.results[number], full) for record in ranks)
+        differences = [(float("inf") if x is None else x, rank) for rank, x in enumerate(gaps)]
         worst, rank = max(differences)
         if worst > by.tolerance:
             return (None if worst == float("inf") else worst), rank
@@ -214,9 +214,9 @@ def _has_right_inputs(
     """Return True if the inputs of a module are right on all ranks."""
     by_rank = [r.modules[name].inputs for r in ranks if name in r.modules]
     full = reference.modules[name]
-    apart = (_lists(inputs, full.inputs, by) for inputs in by_rank)
+    gaps = (_lists(inputs, full.inputs, by) for inputs in by_rank)
     firsts = [x[0] for x in by_rank if x]
-    is_right = all(x is None or x <= by.tolerance for x in apart)
+    is_right = all(x is None or x <= by.tolerance for x in gaps)
     return is_right and not _is_missing(firsts, full.inputs, by)
 
 
@@ -242,9 +242,9 @@ def _output(
         # a block that a border between stages cuts is not whole on either
         parts = (x for x in reference.modules if _is_inside(x, name))
         if name in record.modules and all(x in record.modules for x in parts):
-            apart = _lists(record.modules[name].outputs, reference.modules[name].outputs, by)
-            if apart is not None:
-                differences.append((apart, rank))
+            gap = _lists(record.modules[name].outputs, reference.modules[name].outputs, by)
+            if gap is not None:
+                differences.append((gap, rank))
     worst, rank = max(differences, default=(0.0, 0))
     if worst > by.tolerance:
         return worst, rank
@@ -263,8 +263,8 @@ def _is_missing(tensors: Sequence[Tensor], full: Sequence[Tensor], by: Measure) 
 
 def _lists(tensors: Sequence[Tensor], reference: Sequence[Tensor], by: Measure) -> float | None:
     """Return the largest difference of tensors that can be compared."""
-    apart = [by.apart(a, b) for a, b in zip(tensors, reference, strict=False)]
-    return max((x for x in apart if x is not None), default=None)
+    gaps = [by.apart(a, b) for a, b in zip(tensors, reference, strict=False)]
+    return max((x for x in gaps if x is not None), default=None)
 
 
 def _first_outputs(ranks: Sequence[ParityRecord], name: str) -> list[Tensor]:
@@ -301,8 +301,8 @@ def _forward_cause(
     sums: the outputs of a module inside add up to the whole one's.
     """
     outputs = _first_outputs(ranks, name)
-    alike = all(x.shape == outputs[0].shape and bool((x == outputs[0]).all()) for x in outputs)
-    if (sums and not alike) or _is_partial(reference, ranks, name, by):
+    all_equal = all(x.shape == outputs[0].shape and bool((x == outputs[0]).all()) for x in outputs)
+    if (sums and not all_equal) or _is_partial(reference, ranks, name, by):
         return "parts of a sum that nobody adds up over the ranks"
     if sums:
         return "what belongs to a sum once is added on every rank, as a bias"
@@ -324,8 +324,8 @@ def _loss(
     if not losses_of_ranks or not reference.losses:
         return None
     mean = sum(losses[0] for losses in losses_of_ranks) / len(losses_of_ranks)
-    apart = abs(mean - reference.losses[0]) / max(abs(reference.losses[0]), 1e-30)
-    if apart <= by.tolerance:
+    gap = abs(mean - reference.losses[0]) / max(abs(reference.losses[0]), 1e-30)
+    if gap <= by.tolerance:
         return None
     ratio = mean / reference.losses[0] if reference.losses[0] else 0.0
     cause = "means of parts with unequal counts, whose mean is not that of the whole"
@@ -335,7 +335,7 @@ def _loss(
     worst = max(
         range(len(losses_of_ranks)), key=lambda i: abs(losses_of_ranks[i][0] - reference.losses[0])
     )
-    return ParityFinding(LOSS, "the loss", apart, worst, cause)
+    return ParityFinding(LOSS, "the loss", gap, worst, cause)
 
 
 def _sizes(axes: Axes) -> list[int]:
@@ -456,21 +456,21 @@ def _dropout(
         masks = [(rank, r.coord, r.masks[name]) for rank, r in enumerate(ranks) if name in r.masks]
         for i, (_, one, mask) in enumerate(masks):
             for rank, other, second in masks[i + 1 :]:
-                apart = [axis for axis in axes if one.get(axis) != other.get(axis)]
-                if mask.shape != second.shape or mask.numel() < 16 or len(apart) != 1:
+                differing_axes = [axis for axis in axes if one.get(axis) != other.get(axis)]
+                if mask.shape != second.shape or mask.numel() < 16 or len(differing_axes) != 1:
                     continue
                 same = bool((mask == second).all())
-                if same and apart[0] in SPLITS_BATCH:
+                if same and differing_axes[0] in SPLITS_BATCH:
                     cause = "dropout drawn alike for different samples"
                     return ParityFinding(name, "dropout masks", None, rank, cause)
                 split = (
                     name in reference.masks
                     and mask.numel() * shares < reference.masks[name].numel()
                 )
-                if not same and apart[0] == "tensor" and not split:
+                if not same and differing_axes[0] == "tensor" and not split:
                     cause = "dropout drawn apart for what tensor ranks hold alike"
                     return ParityFinding(name, "dropout masks", None, rank, cause)
-                if same and apart[0] == "tensor" and split:
+                if same and differing_axes[0] == "tensor" and split:
                     cause = "dropout drawn alike for different parts"
                     return ParityFinding(name, "dropout masks", None, rank, cause)
     return None
@@ -493,10 +493,10 @@ def _norm(
     """Compare the gradient norms."""
     for rank, record in enumerate(ranks):
         for norm, full in zip(record.norms, reference.norms, strict=False):
-            apart = abs(norm - full) / max(abs(full), 1e-30)
-            if apart > TOLERANCE:
+            gap = abs(norm - full) / max(abs(full), 1e-30)
+            if gap > TOLERANCE:
                 cause = "a norm over a part of the parameters, or with replicas counted twice"
-                return ParityFinding("the gradient norm", "the norm", apart, rank, cause)
+                return ParityFinding("the gradient norm", "the norm", gap, rank, cause)
     return None
 
 

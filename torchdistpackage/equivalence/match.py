@@ -90,8 +90,8 @@ def _joined(part: Tensor, full_tensor: Tensor, scale: float) -> float:
         for number in (n for n in _JOINED if part.shape[-1] % n == 0):
             largest = 0.0
             for piece in part.chunk(number, -1):
-                apart = _fit(piece, full_tensor, scale)
-                largest = max(largest, float("inf") if apart is None else apart)
+                gap = _fit(piece, full_tensor, scale)
+                largest = max(largest, float("inf") if gap is None else gap)
                 if largest > TOLERANCE * scale:
                     break
             else:
@@ -143,8 +143,8 @@ def rows_found(part: Tensor, full_tensor: Tensor) -> set[int]:
     """Return the rows of `full_tensor` that rows of `part` are."""
     if part.dim() == 0 or part.shape[1:] != full_tensor.shape[1:]:
         return set()
-    apart = _apart(_real(part), _real(full_tensor))
-    return set(((apart <= TOLERANCE).nonzero()[:, 1]).tolist())
+    gaps = _apart(_real(part), _real(full_tensor))
+    return set(((gaps <= TOLERANCE).nonzero()[:, 1]).tolist())
 
 
 def _real(x: Tensor) -> Tensor:

@@ -139,9 +139,9 @@ def _joined(calls: list[list[Tensor]]) -> list[Tensor]:
         return []
     joined = []
     for parts in zip(*calls, strict=True):
-        alike = len({(x.shape[1:], x.dtype) for x in parts}) == 1 and parts[0].dim() > 0
+        same_rows = len({(x.shape[1:], x.dtype) for x in parts}) == 1 and parts[0].dim() > 0
         joined.append(
-            torch.cat(parts) if alike else torch.stack([x.double().mean() for x in parts])
+            torch.cat(parts) if same_rows else torch.stack([x.double().mean() for x in parts])
         )
     return joined
 

@@ -366,28 +366,28 @@ def run_on_topology(
         RankError: a rank that was started here failed.
         LaunchError: ranks are missing, or no process can be started.
     """
-    here = detect(os.environ)
-    world_size = num_ranks(axes, procs, here)
+    rendezvous = detect(os.environ)
+    world_size = num_ranks(axes, procs, rendezvous)
     topology(axes, world_size, expert=expert)
     call = (EntryPoint.of(fn), tuple(args), tuple(axes), expert, init_timeout_s, note)
-    if here.source != "alone":
+    if rendezvous.source != "alone":
         return EntryPoint.of(_RUN_WORKER).resolve()(*call, together=True)  # type: ignore[return-value]
     return run_local(_RUN_WORKER, call, num_procs=world_size, preload=_PRELOAD)
 
 
-def num_ranks(axes: Axes, procs: int | None, here: Rendezvous) -> int:
+def num_ranks(axes: Axes, procs: int | None, rendezvous: Rendezvous) -> int:
     """Return how many ranks there are, or are to be started.
 
     Raises:
         TopologyError: `procs` is not what the launcher says, or nothing says how many.
     """
-    if here.source != "alone":
-        if procs not in (None, here.world_size):
+    if rendezvous.source != "alone":
+        if procs not in (None, rendezvous.world_size):
             raise TopologyError(
-                f"{procs} processes are asked for, but {here.source} has started "
-                f"{here.world_size} ranks; leave the number out under a launcher"
+                f"{procs} processes are asked for, but {rendezvous.source} has started "
+                f"{rendezvous.world_size} ranks; leave the number out under a launcher"
             )
-        return here.world_size
+        return rendezvous.world_size
     if procs is not None:
         return whole_size("of processes", procs)
     if left_open := [name for name, size in axes if size is None]:

@@ -141,8 +141,8 @@ def replicated_axes(layout: Layout, mesh: Mesh) -> Axes:
 
     A parameter with `stages` is not replicated along pipe; one without is.
     """
-    apart = {*layout.split_axes, *(("pipe",) if layout.stages else ())}
-    return tuple(name for name in mesh.names if name not in apart)
+    cutting = {*layout.split_axes, *(("pipe",) if layout.stages else ())}
+    return tuple(name for name in mesh.names if name not in cutting)
 
 
 def owns(layout: Layout, mesh: Mesh, rank: int, among: Axes | None = None) -> bool:

@@ -144,13 +144,13 @@ def attention_problems(
         if kv != heads:
             more = nearest(heads, lambda n: n % kv == 0 and all_have_heads(n, kv, num_ranks))
         more_heads = f", or {either(more)} heads" if more else ""
-        groups, alike = "", ""
+        groups, and_evenly = "", ""
         if kv != heads:
             groups = f" in {kv} groups"
-            alike = ", and each key-value head the same number of ranks"
+            and_evenly = ", and each key-value head the same number of ranks"
         problems.append(
             f"{heads} heads{groups}, which {num_ranks} tensor ranks cannot share: each needs one"
-            f"{alike}; use {either(ranks)} tensor ranks{more_heads}"
+            f"{and_evenly}; use {either(ranks)} tensor ranks{more_heads}"
         )
     return problems
 

@@ -92,7 +92,7 @@ class _RanksOfModel:
         self.ranks, self.rank = primitives.ranks_of(self.group), self.group.rank()
         local_sizes = [(net.shape, net.stage_of, net.axis, _dtype_of(net)) for net in nets]
         all_mine = primitives.gather_objects(local_sizes, self.group)
-        first = next(x for found in all_mine for x in cast(list[Any], found))
+        first = next(x for entries in all_mine for x in cast(list[Any], entries))
         self.shape, stage_of, axis, self.dtype = first
         self.layouts = gpt_layout.layouts(self.shape, stage_of, axis)
         self._check()

@@ -92,8 +92,8 @@ def _pieces(
         if first >= last:
             continue
         room = slice(local.start + first - rows.start, local.start + last - rows.start)
-        there = (slice(first - start, last - start), *rest)
-        yield parameter[room, *local_rest], there[::-1] if source.transposed else there
+        region = (slice(first - start, last - start), *rest)
+        yield parameter[room, *local_rest], region[::-1] if source.transposed else region
 
 
 def check_new(folder: str | Path) -> None:

@@ -88,7 +88,7 @@ def table_of(model: Any, num_ranks: int) -> tuple[PlanTable, dict[str, dict[int,
     ]
     if num_ranks == 1:
         return PlanTable(tuple(rows), {}, {}), {}
-    here = {name for name, _ in model.named_modules()}
+    module_names = {name for name, _ in model.named_modules()}
     cuts = trained_table(shape, split.axis)
     kinds = {path: kind for path, cut in cuts.layers.items() if (kind := _SENT.get(cut.kind))}
     sums = {
@@ -96,7 +96,9 @@ def table_of(model: Any, num_ranks: int) -> tuple[PlanTable, dict[str, dict[int,
         *(n.rpartition(".")[0] for n, x in split.layouts.items() if "expert" in x.split_axes),
     }
     kinds |= dict.fromkeys(sums, "sum")
-    return PlanTable(tuple(rows), {}, {}), {x: {0: kind} for x, kind in kinds.items() if x in here}
+    return PlanTable(tuple(rows), {}, {}), {
+        x: {0: kind} for x, kind in kinds.items() if x in module_names
+    }
 
 
 def _row(name: str, parameter: torch.Tensor, layout: Layout, mesh: Mesh) -> ParameterRow:

@@ -112,11 +112,13 @@ def share_experts(
         if "expert" in layout.split_axes:
             path, _, last = name.rpartition(".")
             by_module.setdefault(path, {})[last] = layout
-    here = dict(decoder.named_modules())
+    modules = dict(decoder.named_modules())
     for path, of_module in by_module.items():
-        if path in here:  # and not on another stage
+        if path in modules:  # and not on another stage
             parent, _, last = path.rpartition(".")
-            setattr(here[parent], last, StackedExperts(here[path], group, of_module, path, tensor))
+            setattr(
+                modules[parent], last, StackedExperts(modules[path], group, of_module, path, tensor)
+            )
 
 
 def router_load(router_logits: Sequence[Tensor], top_k: int) -> Tensor:

@@ -125,8 +125,8 @@ class DeviceFunctor:
 
     def make_place(self, devices: Sequence[torch.device], ranks: Sequence[int]) -> Place:
         """Return the object for a place with a device for each rank; subclasses have their own."""
-        here = ranks.index(self.program.rank) if self.program.rank in ranks else 0
-        return Place(devices[here], tuple(ranks), tuple(devices))
+        own_index = ranks.index(self.program.rank) if self.program.rank in ranks else 0
+        return Place(devices[own_index], tuple(ranks), tuple(devices))
 
     def group_of(self, place: Place) -> Group | None:
         """Return the process group of a place, which its ranks make together; None elsewhere."""

@@ -61,9 +61,9 @@ class ExpectedGrads:
         if self._received is None:
             self._flags_work.wait()
             buffers = self._gradients.wait()
-            number, *there = self._flags.tolist()
+            number, *has_gradient = self._flags.tolist()
             _same_operation(operation, number, "gradients")
-            self._received = [x if is_there else None for x, is_there in zip(buffers, there)]  # noqa: B905
+            self._received = [x if is_there else None for x, is_there in zip(buffers, has_gradient)]  # noqa: B905
         return self._received
 
 
@@ -126,8 +126,8 @@ class Mail:
             shapes = [None if x is None else tuple(x.shape) for x in gradients]
             log.debug("sending gradients %s of operation %s to rank %s", shapes, operation, to)
         self._note("send gradients", operation, to)
-        there = [int(x is not None) for x in gradients]
-        flags = torch.tensor([operation, *there], dtype=torch.int64, device="cpu")
+        has_gradient = [int(x is not None) for x in gradients]
+        flags = torch.tensor([operation, *has_gradient], dtype=torch.int64, device="cpu")
         tensors = []
         for x, meta in zip(gradients, like, strict=True):
             if x is None:  # the peer has posted a receive for every gradient

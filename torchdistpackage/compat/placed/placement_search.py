@@ -58,14 +58,14 @@ def step_seconds(nodes: Sequence[PlacedNode], places: Sequence[int], link: Place
     """Return the seconds of a step with node i on place `places[i]`."""
     clock = dict.fromkeys(places, 0.0)
     done: list[float] = []
-    there: dict[tuple[int, int], float] = {}
+    arrivals: dict[tuple[int, int], float] = {}
 
     def arrives(i: int, at: int) -> float:
         if places[i] == at:
             return done[i]
-        if (i, at) not in there:
-            there[i, at] = done[i] + link.seconds(nodes[i].output_bytes)
-        return there[i, at]
+        if (i, at) not in arrivals:
+            arrivals[i, at] = done[i] + link.seconds(nodes[i].output_bytes)
+        return arrivals[i, at]
 
     for i, node in enumerate(nodes):
         at = places[i]

@@ -56,7 +56,7 @@ class NCCLAllReduceFunction:
     @staticmethod
     def apply(*inputs: Tensor) -> tuple[Tensor, ...]:
         """The sum, once for each input, whose gradient is the sum of theirs."""
-        return tuple(reduce_add(inputs, mine.device) for mine in inputs)
+        return tuple(reduce_add(inputs, own.device) for own in inputs)
 
 
 class NCCLAllGatherFunction:

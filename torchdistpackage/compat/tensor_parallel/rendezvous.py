@@ -197,7 +197,7 @@ def sums(*tensors: Tensor) -> list[Tensor]:
 
 def joins(tensors: Sequence[Tensor], dim: int) -> list[Tensor]:
     """All joined along `dim`, a tensor of its own for each."""
-    return [torch.cat([t.to(mine.device) for t in tensors], dim) for mine in tensors]
+    return [torch.cat([t.to(own.device) for t in tensors], dim) for own in tensors]
 
 
 def _reduced_by(reduce_op: Any) -> Callable[..., Sequence[Tensor]]:

@@ -313,11 +313,11 @@ def _convert(module: nn.Module, dim: ParallelDim, kind: Plain) -> nn.Module:
 def _check_split_alike(module: nn.Module, dim: ParallelDim, kind: Plain) -> None:
     """Refuse a conversion that would do nothing because layers are split along another dim."""
     split = SPLIT[kind]
-    alike = LAST if dim in LAST else (dim,)
+    same_dims = LAST if dim in LAST else (dim,)
     other = [
         f"{path or 'the layer'} has dim {layer.dim}"
         for path, layer in module.named_modules()
-        if isinstance(layer, split) and layer.dim not in alike
+        if isinstance(layer, split) and layer.dim not in same_dims
     ]
     if other:
         raise LayoutError(

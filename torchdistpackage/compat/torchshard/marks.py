@@ -226,14 +226,14 @@ def _mark_memory(
     base = x._base
     if base is None or cut_of(base) is not None or isinstance(base, nn.Parameter):
         return
-    alike = [
+    dims = [
         dim
         for dim in range(base.dim())
         if (base.stride(dim), base.shape[dim]) == (x.stride(cut.dim), x.shape[cut.dim])
     ]
-    if len(alike) != 1:
+    if len(dims) != 1:
         raise refusal(name, args, kwargs)
-    follow(base, replace(cut, dim=alike[0]))
+    follow(base, replace(cut, dim=dims[0]))
 
 
 def _own_draws(args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[None]:

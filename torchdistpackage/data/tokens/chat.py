@@ -92,9 +92,9 @@ class ChatTemplate:
     def _count(self, messages: list[Message], variables: dict[str, Any]) -> None:
         """Count the keys of messages and the options of a row that its template does not use."""
         source = self._sources[self._name(variables) or DEFAULT]
-        seen = (*_KNOWN, *(_REASONING if any(key in source for key in _REASONING) else ()))
+        used_keys = (*_KNOWN, *(_REASONING if any(key in source for key in _REASONING) else ()))
         for message in messages:
-            used = {key for key in message if key in seen or key in source}
+            used = {key for key in message if key in used_keys or key in source}
             count_unused(self._tally, message, used, "messages")
         used = {TOOLS, RETRIEVED, *(key for key in variables if key in source)}
         count_unused(self._tally, variables, used, TEMPLATE_OPTIONS)

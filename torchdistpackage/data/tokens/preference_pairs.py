@@ -81,8 +81,8 @@ class PairReader:
     def _of_chats(self, value: dict[str, Any], where: str) -> AnswerPair:
         chosen, rejected = (value[key] for key in ANSWERS)
         if (prompt := value.get(PROMPT)) is None:
-            alike = takewhile(lambda x: x[0] == x[1], zip(chosen, rejected, strict=False))
-            prompt = [message for message, _ in alike]
+            common = takewhile(lambda x: x[0] == x[1], zip(chosen, rejected, strict=False))
+            prompt = [message for message, _ in common]
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         if not prompt:
             raise DataError(

@@ -102,13 +102,13 @@ def _times_slower(medians_s: Mapping[Link, float]) -> dict[Link, float]:
 
 def _slow_ranks(times_s: Mapping[Pair, float], hosts: Sequence[str]) -> dict[int, float]:
     """Return ranks that are slow to other hosts while the other ranks of their host are not."""
-    away: dict[int, list[float]] = {}
+    times_of_rank: dict[int, list[float]] = {}
     for (a, b), time_s in times_s.items():
         if hosts[a] != hosts[b]:
-            away.setdefault(a, []).append(time_s)
-            away.setdefault(b, []).append(time_s)
+            times_of_rank.setdefault(a, []).append(time_s)
+            times_of_rank.setdefault(b, []).append(time_s)
     # low: of two pairs, one slow, the other end may be to blame
-    typical_s = {rank: statistics.median_low(times) for rank, times in away.items()}
+    typical_s = {rank: statistics.median_low(times) for rank, times in times_of_rank.items()}
     by_host: dict[str, list[float]] = {}
     for rank, time_s in typical_s.items():
         by_host.setdefault(hosts[rank], []).append(time_s)

@@ -276,9 +276,9 @@ class Hang:
         if waiting == self.answered and (stuck := self._stuck_devices()) is not None:
             return stuck
         unexplained = sorted(self.answered - waiting or self.answered)
-        alike = grouped((loop_of(self.dumps[rank].stacks), rank) for rank in unexplained)
-        num = min(map(len, alike.values()))
-        first, *more = sorted(r for ranks in alike.values() if len(ranks) == num for r in ranks)
+        by_stack = grouped((loop_of(self.dumps[rank].stacks), rank) for rank in unexplained)
+        num = min(map(len, by_stack.values()))
+        first, *more = sorted(r for ranks in by_stack.values() if len(ranks) == num for r in ranks)
         duration_text = f"in a step that has taken {self.dumps[first].over_s:.0f} s"
         if not more:
             return self._of(first, Cause.BUSY, f"is {self._phase(first)}, {duration_text}")
@@ -350,14 +350,14 @@ class Hang:
 
     def _waiting(self) -> list[str]:
         """Return the lines that say which rank waits for which."""
-        alike: dict[tuple[object, ...], list[RankWait]] = {}
+        by_text: dict[tuple[object, ...], list[RankWait]] = {}
         for wait in self.waits:
             call = wait.call
             own_rank = wait.rank if call.peer is not None or wait.other else -1
             key = (own_rank, call.group, call.operation, call.sequence, wait.behind)
-            alike.setdefault(key, []).append(wait)
+            by_text.setdefault(key, []).append(wait)
         lines: list[str] = []
-        for first, *more in alike.values():
+        for first, *more in by_text.values():
             lines.append(f"{self.who(first.rank)} waits in {first.call}{self._for_whom(first)}")
             lines.append(f"  (rank {first.rank}: {first.call.exactly})")
             if more:

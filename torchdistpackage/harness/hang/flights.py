@@ -122,8 +122,8 @@ def lines(flights: Flights, most: int) -> list[str]:
         for flight in flights_of_rank[:most]:
             by_name.setdefault(flight.name, []).append((flight, rank))
     texts: list[str] = []
-    for alike in list(by_name.values())[:most]:
-        states = grouped((flight.state, rank) for flight, rank in alike)
+    for calls in list(by_name.values())[:most]:
+        states = grouped((flight.state, rank) for flight, rank in calls)
         each = (f"{state} on {ranks_listed(ranks)}" for state, ranks in states.items())
-        texts.append(f"{alike[0][0]}: {', '.join(each)}")
+        texts.append(f"{calls[0][0]}: {', '.join(each)}")
     return texts + ([f"and {len(by_name) - most} more"] if len(by_name) > most else [])

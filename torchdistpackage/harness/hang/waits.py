@@ -311,14 +311,14 @@ def aborted(rank: int, stack: str, records: Mapping[int, RankRecord]) -> str:
     operation = (_ENTRY.findall(stack) or [""])[-1].removeprefix("start_")
     first = max(met.values(), key=lambda call: call.operation == operation)
     key = first.line, first.sequence
-    there = {peer: call for peer, call in met.items() if (call.line, call.sequence) == key}
-    brought = ", ".join(versions((call, peer) for peer, call in there.items()))
+    brought_calls = {peer: call for peer, call in met.items() if (call.line, call.sequence) == key}
+    brought = ", ".join(versions((call, peer) for peer, call in brought_calls.items()))
     inside = f"inside {operation}" if operation else "there"
     is_other = bool(operation) and first.peer is None and operation != first.operation
-    if is_other or any(first.differs(call) for call in there.values()):
+    if is_other or any(first.differs(call) for call in brought_calls.values()):
         return (
-            f"and {ranks_listed(sorted(there))} do not agree on {first.numbered}: it crashed "
-            f"({_ABORTED}) {inside}, where the others have {brought}"
+            f"and {ranks_listed(sorted(brought_calls))} do not agree on {first.numbered}: it "
+            f"crashed ({_ABORTED}) {inside}, where the others have {brought}"
         )
     return (
         f"is gone: it crashed ({_ABORTED}) {inside}, {first.numbered}, to which the others "

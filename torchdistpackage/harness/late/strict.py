@@ -195,21 +195,21 @@ class _Functions(TorchFunctionMode):
                     if isinstance(y, Tensor)]  # fmt: skip
         if not devices or devices[0].type != "cpu":
             return func(*args, **kwargs)
-        there = _is_device(devices[0])
+        to_device = _is_device(devices[0])
         plain = [_HOST if isinstance(y, torch.device | str) else y for y in args[1:]]
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _HOST}
         result = func(x, *plain, **kwargs)
-        return result if there is (x in self._marks) else self._moved(x, result, there)
+        return result if to_device is (x in self._marks) else self._moved(x, result, to_device)
 
     def _cpu(self, func, args, kwargs) -> Tensor:
         result = func(*args, **kwargs)
         return self._moved(args[0], result, False) if args[0] in self._marks else result
 
-    def _moved(self, x: Tensor, result: Tensor, there: bool) -> Tensor:
+    def _moved(self, x: Tensor, result: Tensor, to_device: bool) -> Tensor:
         if result.untyped_storage()._cdata == x.untyped_storage()._cdata:
             result = result.clone()
-        (self._marks.add if there else self._marks.remove)(result)
+        (self._marks.add if to_device else self._marks.remove)(result)
         return result
 
     def _numpy(self, func, args, kwargs) -> object:

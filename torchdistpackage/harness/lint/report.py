@@ -73,15 +73,15 @@ class LintReport:
 
 def group_kinds(groups: Iterable[LintGroup]) -> tuple[GroupKind, ...]:
     """Return one kind for all groups of the same name and size, without groups that saw no call."""
-    alike: dict[tuple[str, int], list[LintGroup]] = {}
+    by_kind: dict[tuple[str, int], list[LintGroup]] = {}
     for group in groups:
         if group.num_calls or group.num_messages:
-            alike.setdefault((group.name, len(group.ranks)), []).append(group)
+            by_kind.setdefault((group.name, len(group.ranks)), []).append(group)
     return tuple(
         GroupKind(
             name, len(of), size, sum(g.num_calls for g in of), sum(g.num_messages for g in of)
         )
-        for (name, size), of in alike.items()
+        for (name, size), of in by_kind.items()
     )
 
 

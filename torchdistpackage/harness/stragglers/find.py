@@ -205,8 +205,8 @@ def _judged(
     least_s = max(MIN_EXCESS_S, MIN_OF_STEP * busy_s, max(MIN_OF_PHASE, slack) * peers_s)
     if excess_s < least_s:
         return []
-    apart = sorted(abs(x - excess_s) for x in more)
-    spread_s = apart[math.ceil(STEPS_ALIKE * len(apart)) - 1]
+    distances = sorted(abs(x - excess_s) for x in more)
+    spread_s = distances[math.ceil(STEPS_ALIKE * len(distances)) - 1]
     if excess_s < MIN_OF_SPREAD * spread_s:
         return []
     clear = excess_s >= CLEAR_OF_SPREAD * spread_s

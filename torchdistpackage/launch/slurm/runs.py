@@ -181,8 +181,8 @@ def find(name: str, folder: Path) -> list[SubmittedRun]:
             return matches
     name_or_id = [name_or_id for run in runs for name_or_id in (run.name, run.latest.job)]
     near = difflib.get_close_matches(name, name_or_id, n=3) or name_or_id[-4:][::-1]
-    there = f"did you mean {' or '.join(near)}?" if near else "no run there was ever submitted"
-    raise ConfigError(f"no run in {folder} has the name or job id {name!r}; {there}")
+    hint = f"did you mean {' or '.join(near)}?" if near else "no run there was ever submitted"
+    raise ConfigError(f"no run in {folder} has the name or job id {name!r}; {hint}")
 
 
 def single(runs: Sequence[SubmittedRun]) -> SubmittedRun:
@@ -293,9 +293,9 @@ def rank_logs(run: SubmittedRun, rank: int, restart: int | None = None) -> list[
     paths = sorted(logs.glob(f"rank{rank}.restart*.log"), key=number)
     paths = [path for path in paths if restart in (None, number(path))]
     if not paths:
-        there = ", ".join(sorted(path.name for path in logs.glob("*.log"))) or "no log at all"
+        existing = ", ".join(sorted(path.name for path in logs.glob("*.log"))) or "no log at all"
         which = "" if restart is None else f" of restart {restart}"
-        raise ConfigError(f"rank {rank} has no log{which} in {logs}; there is {there}")
+        raise ConfigError(f"rank {rank} has no log{which} in {logs}; there is {existing}")
     return paths
 
 

@@ -145,23 +145,23 @@ class LayerRules:
     def set(self, names: list[str], **rules: Any) -> None:
         """weight, bias: state actions. input, output: on the first one. attr: of the layer."""
         for name in names:
-            here = re.escape(name)
+            pattern = re.escape(name)
             for key in ("weight", "bias"):
                 if rules.get(key) is not None:
                     dot = r"\." if name else ""
-                    self.state[rf"^{here}{dot}{key}$"] = rules[key]
+                    self.state[rf"^{pattern}{dot}{key}$"] = rules[key]
             if "output" in rules and "input" not in rules:
                 self._enter(name)
             elif "output" in rules:
-                self.inputs[f"^{here}$"] = {0: rules["input"]}
+                self.inputs[f"^{pattern}$"] = {0: rules["input"]}
             if "output" in rules:
-                self.outputs[f"^{here}$"] = {0: rules["output"]}
+                self.outputs[f"^{pattern}$"] = {0: rules["output"]}
             if "attr" in rules:
-                self.attributes[f"^{here}$"] = rules["attr"]
+                self.attributes[f"^{pattern}$"] = rules["attr"]
 
     def _enter(self, name: str) -> None:
-        here = f"^{re.escape(name)}$"
-        self.inputs[here], self.entrances[here] = {0: "copy"}, {0: ("",)}
+        pattern = f"^{re.escape(name)}$"
+        self.inputs[pattern], self.entrances[pattern] = {0: "copy"}, {0: ("",)}
 
     def gather(self, dim: int, length: int) -> SizedGather:
         return SizedGather(dim, tuple(even_sizes(length, self.world_size)))

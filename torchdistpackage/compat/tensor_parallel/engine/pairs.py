@@ -245,8 +245,8 @@ def _flow_through(
         if not inputs:
             continue
         mixes_full = len(inputs) < len(node.all_input_nodes)
-        alike = len({(flow.kind, flow.length) for flow in inputs}) == 1
-        if is_elementwise(node, layers) and alike and not mixes_full:
+        same_cut = len({(flow.kind, flow.length) for flow in inputs}) == 1
+        if is_elementwise(node, layers) and same_cut and not mixes_full:
             firsts = frozenset().union(*(flow.firsts for flow in inputs))
             between = frozenset().union(*(flow.between for flow in inputs))
             if node.op == "call_module":

@@ -339,7 +339,7 @@ def adapter_rules(
     name: str, module: nn.Module, base: nn.Module, action: StateAction
 ) -> dict[re.Pattern[str], StateAction]:
     dim = getattr(action, "dim", None)
-    here = re.escape(name)
+    prefix = re.escape(name)
     if len(getattr(module, "lora_magnitude_vector", ())):
         raise LayoutError(
             f"the adapters of {name} scale by norms of the whole weight (DoRA), which a shard does "
@@ -354,16 +354,16 @@ def adapter_rules(
         if dim != 1:
             raise LayoutError(f"the embedding {name} has adapters; cut it along dim 1, not {dim}")
         return {
-            re.compile(rf"^{here}\.lora_embedding_A\."): Partial(),
-            re.compile(rf"^{here}\.lora_embedding_B\."): on_dim(action, 0),
+            re.compile(rf"^{prefix}\.lora_embedding_A\."): Partial(),
+            re.compile(rf"^{prefix}\.lora_embedding_B\."): on_dim(action, 0),
         }
     out_dim = 1 if type(base).__name__ == "Conv1D" else 0
     if dim == out_dim:
         return {
-            re.compile(rf"^{here}\.lora_A\."): Partial(),
-            re.compile(rf"^{here}\.lora_B\."): on_dim(action, 0),
+            re.compile(rf"^{prefix}\.lora_A\."): Partial(),
+            re.compile(rf"^{prefix}\.lora_B\."): on_dim(action, 0),
         }
     return {
-        re.compile(rf"^{here}\.lora_A\."): on_dim(action, 1),
-        re.compile(rf"^{here}\.lora_B\."): Partial(),
+        re.compile(rf"^{prefix}\.lora_A\."): on_dim(action, 1),
+        re.compile(rf"^{prefix}\.lora_B\."): Partial(),
     }
