@@ -155,8 +155,8 @@ def _experts(plan: Plan, ranks_per_node: int | None) -> list[str]:
         crossing = f"; {size_text(experts.crossing_bytes(plan, ranks_per_node))} cross nodes"
     lines = [
         f"experts            {sum(experts.on_rank)} in {experts.num_blocks} blocks, {per_rank} on "
-        f"each of {len(experts.on_rank)} ranks; {experts.active_parameters:,} parameters are active for "
-        f"a token",
+        f"each of {len(experts.on_rank)} ranks; {experts.active_parameters:,} parameters are "
+        f"active for a token",
         f"dispatch           a rank sends {size_text(experts.mean_bytes)} each way in a block and "
         f"microbatch, at most {size_text(experts.most_bytes)}{crossing}",
         f"load               {experts.mean_rows:,.0f} tokens for a rank's experts, at most "

@@ -116,8 +116,8 @@ def find(
         if len(ports) == 1 and stranger_since and time.monotonic() - stranger_since > BUSY_S:
             raise LaunchError(
                 f"rank {rank}: port {ports[0]} of {address} is taken by something that is not rank "
-                f"0 of this job ({last_answer}); set MASTER_PORT to a free port, or unset it to let "
-                f"the job choose"
+                f"0 of this job ({last_answer}); set MASTER_PORT to a free port, or unset it to "
+                f"let the job choose"
             )
         if len(silent) < len(ports):
             # thousands may ask rank 0's host, and not all at the same moment
@@ -125,8 +125,8 @@ def find(
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     raise LaunchError(
         f"rank {rank} found no rank 0 of its job at {address}, ports {_listed(ports)}, within "
-        f"{timeout_s:g} s (last: {last_answer}); see whether rank 0 runs, and whether {address} can "
-        f"be reached from {socket.gethostname()}"
+        f"{timeout_s:g} s (last: {last_answer}); see whether rank 0 runs, and whether {address} "
+        f"can be reached from {socket.gethostname()}"
     )
 
 
