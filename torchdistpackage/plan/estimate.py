@@ -104,11 +104,12 @@ def _estimate(
 ) -> Estimate:
     """Return the estimate of one axis. messages: how many the busiest pair of stages exchanges."""
     # what is summed over several axes counts with the outermost
-    here = [_volume(x) for x in calls if x.axis.partition("+")[0] == axis]
-    here = [
-        replace(x, number=messages) if x.operation == "p2p" and axis == "pipe" else x for x in here
+    volumes = [_volume(x) for x in calls if x.axis.partition("+")[0] == axis]
+    volumes = [
+        replace(x, number=messages) if x.operation == "p2p" and axis == "pipe" else x
+        for x in volumes
     ]
-    times = [_of_calls(each, profile, axis, link) for each in here]
+    times = [_of_calls(each, profile, axis, link) for each in volumes]
     unknown = [description for description, time_s in times if time_s is None]
     if unknown:
         return Estimate(axis, unknown[0], None)

@@ -31,13 +31,13 @@ class ExpertPlan:
         """Return the part of `mean_bytes` that crosses to another node, for the rank where it is
         largest.
         """
-        topology, away = plan.topology, 0.0
+        topology, largest_share = plan.topology, 0.0
         for rank in range(topology.world_size):
             group = topology.group(rank, "expert")
             pairs = zip(group, self.on_rank, strict=True)
             crossing = sum(n for r, n in pairs if r // ranks_per_node != rank // ranks_per_node)
-            away = max(away, crossing / sum(self.on_rank))
-        return self._sent * away
+            largest_share = max(largest_share, crossing / sum(self.on_rank))
+        return self._sent * largest_share
 
     @property
     def _sent(self) -> float:

@@ -39,12 +39,12 @@ def measured_device(
             f"{path} has links and no device; measure it again with tdp comm bench --profile "
             f"{path}, or name a device with --device"
         )
-    asked = device_of(config)
+    requested = device_of(config)
     device = named_device(speed.name)
-    if asked is not None and (device is None or device.name != asked.name):
+    if requested is not None and (device is None or device.name != requested.name):
         raise ConfigError(
             f"{path} was measured on {speed.name} of {profile.hosts[0]}, but launch.slurm asks for "
-            f"{asked.name}; measure on its nodes with tdp comm bench --slurm, or leave out "
+            f"{requested.name}; measure on its nodes with tdp comm bench --slurm, or leave out "
             f"--profile"
         )
     best = max(flops / seconds for times in speed.matmuls.values() for flops, seconds in times)
@@ -117,11 +117,11 @@ def _any_line(links: dict[tuple[str, str], LinkModel], link: str) -> LinkModel |
 
 
 def _links(profile: Profile) -> dict[tuple[str, str], LinkModel]:
-    found: dict[tuple[str, str], LinkModel] = {}
+    models: dict[tuple[str, str], LinkModel] = {}
     for operation in _OPERATIONS:
         for link in (NODE, NETWORK):
             line = profile.line("data", link, operation, "float32", 2)
             if line is not None:
                 speed = line.fit.bytes_per_s or inf
-                found[operation, link] = LinkModel(line.fit.latency_s, speed)
-    return found
+                models[operation, link] = LinkModel(line.fit.latency_s, speed)
+    return models

@@ -133,17 +133,17 @@ def _unpredicted_transformer(shape: TransformersShape) -> str | None:
     has_experts = any(len(x.layout.shape) > 2 or x.share < 1 for x in weights)
     if shape.kind.shared_experts or has_experts:
         return "not predicted for mixtures of experts of transformers"
-    given = shape.given
-    window = given.get("sliding_window", _WINDOWS.get(shape.family)) or 0
+    settings = shape.given
+    window = settings.get("sliding_window", _WINDOWS.get(shape.family)) or 0
     # a switch that Qwen's settings have, off by default
-    is_on = given.get("use_sliding_window", not shape.family.startswith("qwen"))
+    is_on = settings.get("use_sliding_window", not shape.family.startswith("qwen"))
     if is_on and 0 < window < shape.seq_len:
         return (
             f"not predicted for attention to the last {window} of {shape.seq_len} tokens "
             f"(sliding_window)"
         )
-    whole = replace(shape, lora=None) if shape.lora is not None else shape
-    ratio = sum(piece_costs(whole)) / _sizes_of_transformer(shape).forward_flops(shape.seq_len)
+    unadapted = replace(shape, lora=None) if shape.lora is not None else shape
+    ratio = sum(piece_costs(unadapted)) / _sizes_of_transformer(shape).forward_flops(shape.seq_len)
     if abs(ratio - 1) > _OTHER_FLOPS:
         return (
             f"not predicted for {shape.class_name}, whose layers multiply {ratio:.2f} times what "

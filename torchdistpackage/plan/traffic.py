@@ -50,8 +50,8 @@ def uncounted(plan: Plan) -> str | None:
         return "not counted for stages in front of the first adapter, which get no gradients"
     if config.data.is_preference and plan.zero == 3 and not config.has_reference_copy:
         return "not counted for pairs of answers whose reference reads what parallel.zero=3 frees"
-    given = getattr(plan.shape, "given", {})
-    if parallel.context > 1 and given.get("sliding_window"):
+    settings = getattr(plan.shape, "given", {})
+    if parallel.context > 1 and settings.get("sliding_window"):
         return "not counted for a sliding window over parts of a sequence"
     return plan.model.uncounted(microbatch(plan, 0))
 
@@ -71,7 +71,7 @@ def traffic(plan: Plan, rank: int) -> tuple[CallCount, ...]:
     known.
     """
     assert plan.model is not None
-    found = [*_gradients(plan, rank), *_messages(plan, rank), *_statistics(plan)]
+    calls = [*_gradients(plan, rank), *_messages(plan, rank), *_statistics(plan)]
     times = plan.rounds * plan.schedule.num_microbatches
     place, of = plan.topology.dense.coord(rank)["pipe"], microbatch(plan, rank)
     layers = list(_attentions(plan, rank, of))
@@ -81,8 +81,8 @@ def traffic(plan: Plan, rank: int) -> tuple[CallCount, ...]:
         for each in passes:
             for layer in plan.model.layer_numbers(plan.stages[stage], each):
                 layers += layer.calls
-    found += (call.times(times) for call in layers)
-    return merged(x if x.ranks else _placed(plan, rank, x) for x in found)
+    calls += (call.times(times) for call in layers)
+    return merged(x if x.ranks else _placed(plan, rank, x) for x in calls)
 
 
 def busiest(plan: Plan) -> tuple[int, tuple[CallCount, ...]]:
@@ -187,12 +187,12 @@ def _gradients(plan: Plan, rank: int) -> Iterator[CallCount]:
         if len(ranks) > 1:
             gathered = _over(group, "all_gather", part, plan.numbers.weights.dtype, "parameters")
             yield gathered.times(plan.rounds if each.is_freed else 1)
-    what = "which parameters were used"
+    note = "which parameters were used"
     for group, number in Counter(x.group for x in summed).items():
         if len(group.ranks) > 1:
-            yield _over(group, "all_reduce", number, "int32", what).times(sums)
+            yield _over(group, "all_reduce", number, "int32", note).times(sums)
         if len(group.replicas) > 1:
-            yield _over_replicas(group, number, "int32", what).times(sums)
+            yield _over_replicas(group, number, "int32", note).times(sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,34 +262,34 @@ def _sharded(plan: Plan, rank: int, summed: list[_Summed]) -> Iterator[PlannedBu
 
 def _owners(summed: list[_Summed]) -> list[int]:
     """Return the index of the rank that owns each whole parameter (ddp/zero/bucket.py)."""
-    found = [0] * len(summed)
+    owners = [0] * len(summed)
     for ranks in dict.fromkeys(x.group.ranks for x in summed):
         # as `whole_owners` deals them out: whatever their replicas
         members = [i for i, x in enumerate(summed) if x.group.ranks == ranks]
         shares = greedy_partition([summed[i].num_elements for i in members], len(ranks))
         for owner, some in enumerate(shares):
             for i in some:
-                found[members[i]] = owner
-    return found
+                owners[members[i]] = owner
+    return owners
 
 
 def _summed(plan: Plan, rank: int) -> list[_Summed]:
     place, view = plan.topology.dense.coord(rank)["pipe"], plan.topology.view
-    held = [
+    layouts = [
         x
         for x in plan.layouts.values()
         if (not x.stages or place in x.stages) and _has_gradient(plan, x.name)
     ]
     groups: dict[Hashable, _Group] = {}
     group_of: dict[Hashable, _Group | None] = {}
-    found: list[_Summed] = []
-    for x in held:
+    gradients: list[_Summed] = []
+    for x in layouts:
         kind = x.view, x.split, x.unreduced, x.stages, x.heads  # what groups differ in
         if kind not in group_of:
             group_of[kind] = _group(plan, x, rank, groups)
         if (group := group_of[kind]) is not None:
-            found.append(_Summed(x.name, num_elements(x, view(x.view), rank), group))
-    return found
+            gradients.append(_Summed(x.name, num_elements(x, view(x.view), rank), group))
+    return gradients
 
 
 def _group(plan: Plan, layout: Layout, rank: int, groups: dict[Hashable, _Group]) -> _Group | None:
@@ -322,12 +322,12 @@ def _buckets(
         yield summed[bucket.members[0]].group, bucket
 
 
-def _over(group: _Group, operation: str, num: int, dtype: str, what: str) -> CallCount:
-    return CallCount(group.along, operation, num, dtype, what, ranks=group.ranks)
+def _over(group: _Group, operation: str, num: int, dtype: str, note: str) -> CallCount:
+    return CallCount(group.along, operation, num, dtype, note, ranks=group.ranks)
 
 
-def _over_replicas(group: _Group, num: int, dtype: str, what: str) -> CallCount:
-    return CallCount(group.along_replicas, "all_reduce", num, dtype, what, ranks=group.replicas)
+def _over_replicas(group: _Group, num: int, dtype: str, note: str) -> CallCount:
+    return CallCount(group.along_replicas, "all_reduce", num, dtype, note, ranks=group.replicas)
 
 
 def _axes_of(mesh: Mesh, ranks: tuple[int, ...]) -> str:
@@ -366,10 +366,10 @@ def _attentions(plan: Plan, rank: int, of: Microbatch) -> Iterator[CallCount]:
         return
     number = sum(map(_attends, (plan.pieces[i] for i in plan.pieces_on(coord["pipe"]))))
     way, attention, a2a_size = attention_of_rank(plan)
-    group, mine = plan.topology.group(rank, "context"), coord["context"]
-    first = mine - mine % a2a_size
-    block, ring = group[first : first + a2a_size], group[mine % a2a_size :: a2a_size]
-    for call in exchange_calls(attention, size, way, mine, a2a_size=a2a_size):
+    group, own_index = plan.topology.group(rank, "context"), coord["context"]
+    first = own_index - own_index % a2a_size
+    block, ring = group[first : first + a2a_size], group[own_index % a2a_size :: a2a_size]
+    for call in exchange_calls(attention, size, way, own_index, a2a_size=a2a_size):
         times = number * (2 if call.is_forward and of.recomputed else 1)
         dtype = of.losses if call.is_wide else of.products
         ranks = tuple(block if call.operation == "all_to_all" else ring)

@@ -121,8 +121,8 @@ class Ring:
         self.hops: list[Hop] = []
         for step in range(1, size):
             target, source = (index + step) % size, (index - step) % size
-            seen = needed(positions[target], positions[index], visibility)
-            sent = joined(range(slices[each].start, slices[each].stop) for each in seen)
+            needed_slices = needed(positions[target], positions[index], visibility)
+            sent = joined(range(slices[each].start, slices[each].stop) for each in needed_slices)
             received = needed(positions[index], positions[source], visibility)
             self.hops.append(
                 Hop(

@@ -129,18 +129,18 @@ class Visibility:
         rows, columns = task.positions
         distance = torch.arange(rows.start, rows.stop, device=device)[:, None]
         distance = distance - torch.arange(columns.start, columns.stop, device=device)
-        seen = distance >= 0 if self.is_causal else torch.ones_like(distance, dtype=torch.bool)
+        visible = distance >= 0 if self.is_causal else torch.ones_like(distance, dtype=torch.bool)
         if self.window is not None:
-            seen &= distance.abs() < self.window
-        seen = seen[None, None]
+            visible &= distance.abs() < self.window
+        visible = visible[None, None]
         if self.documents is not None:
             ids = self.documents.ids.to(device)
             row_ids, column_ids = (ids[:, each.start : each.stop] for each in (rows, columns))
-            seen = seen & (row_ids[:, None, :, None] == column_ids[:, None, None, :])
+            visible = visible & (row_ids[:, None, :, None] == column_ids[:, None, None, :])
         # CUDA kernels require that each row of a bias starts at a multiple of 16 bytes
         width = -(-len(columns) // 8) * 8
-        bias = torch.zeros((*seen.shape[:-1], width), dtype=dtype, device=device)
-        return bias[..., : len(columns)].masked_fill_(~seen, torch.finfo(dtype).min / 2)
+        bias = torch.zeros((*visible.shape[:-1], width), dtype=dtype, device=device)
+        return bias[..., : len(columns)].masked_fill_(~visible, torch.finfo(dtype).min / 2)
 
 
 def _seen(*, nothing: bool, everything: bool) -> Seen:

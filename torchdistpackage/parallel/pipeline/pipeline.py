@@ -96,10 +96,10 @@ class Pipeline:
         self._group = resolve_group(group, "pipe")
         refuse_interrupted(self._group)
         order = (schedule, num_microbatches, chunks, costs)
-        alike = (("dynamic_shapes", dynamic_shapes), ("check", check))
+        equal_settings = (("dynamic_shapes", dynamic_shapes), ("check", check))
         lists = {"skips": skips, "whole": whole}
         self.schedule, self._own = agree_on_stages(
-            self._group, stages, order, lists, alike, device, loss
+            self._group, stages, order, lists, equal_settings, device, loss
         )
         # The fields down to `_reads` never change.
         self._reducers = StageReducers(reducer, self._own.modules.values())

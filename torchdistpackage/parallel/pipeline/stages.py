@@ -188,7 +188,7 @@ def agree_on_stages(
     stages: Stages,
     order: tuple[Order, int | None, int | None, CostsOrder | None],
     lists: Mapping[str, Sequence[str]],
-    alike: Settings,
+    equal_settings: Settings,
     device: torch.device | str | None,
     loss: object,
 ) -> tuple[Schedule, OwnedStages]:
@@ -217,7 +217,7 @@ def agree_on_stages(
             raise ScheduleError(f"loss is {loss!r}; give a function of output and targets, or None")
     except ScheduleError as error:
         problem = str(error)
-    agree_on_settings(group, (("schedule", text), ("skips", skips), *alike), problem)
+    agree_on_settings(group, (("schedule", text), ("skips", skips), *equal_settings), problem)
     assert schedule is not None
     own_signatures = {stage: Signature.of(module) for stage, module in modules.items()}
     signatures: dict[int, Signature] = {}

@@ -253,8 +253,8 @@ def _start_scatter_in_chunks(
         return None if grad is None else grad[rows]
 
     def compute(rows: Rows, buffer: Tensor) -> object:
-        here = [rows_of(grad, rows) for grad in grads]
-        dx = input_gradient(here, weights, rows_of(of_whole, rows))
+        grad_rows = [rows_of(grad, rows) for grad in grads]
+        dx = input_gradient(grad_rows, weights, rows_of(of_whole, rows))
         return buffer.zero_() if dx is None else buffer.copy_(dx)
 
     return start_scatter(chunks, whole[:0], compute)

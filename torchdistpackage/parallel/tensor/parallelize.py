@@ -85,13 +85,13 @@ class _LayerSwap:
         self._shards: dict[nn.Parameter, nn.Parameter] = {}
 
     def replace_layers(self) -> None:
-        here = {
+        present = {
             path: cut for path, cut in self.table.layers.items() if self._layer(path) is not None
         }
-        adapted = {path for path in here if self._is_adapted(path)}
-        entrances = self.table.shared_inputs(here, adapted)
+        adapted = {path for path in present if self._is_adapted(path)}
+        entrances = self.table.shared_inputs(present, adapted)
         replaced: dict[nn.Module, nn.Module] = {}
-        for path, cut in here.items():
+        for path, cut in present.items():
             layer: Any = self._layer(path)
             parameters = dict(layer._parameters)
             replacement, layouts = self._made(path, cut, layer, is_local=cut.entrance in entrances)
@@ -102,7 +102,7 @@ class _LayerSwap:
             for name, child in parent._modules.items():
                 if child in replaced:
                     parent._modules[name] = replaced[child]
-        for path, cut in here.items():
+        for path, cut in present.items():
             if cut.kind == "joined":
                 self._join(path, cut, replaced[self._layer(path)])
         for path, is_sequence in entrances.items():

@@ -64,7 +64,7 @@ def _joined(stats: Tensor, terms: LossTerms, targets: LossTargets) -> Tensor:
     own_highest, own_total, hit, smooth = stats.unbind(0)
     own_highest = own_highest.detach()
     highest = apply(_Largest(terms.group), own_highest)
-    seen = [
+    terms_of_rank = [
         own_total * (own_highest - highest).exp(),
         (hit - highest).masked_fill(~targets.mine, 0),
     ]
@@ -72,8 +72,8 @@ def _joined(stats: Tensor, terms: LossTerms, targets: LossTargets) -> Tensor:
         own_weights = targets.own_weights
         weight = float(terms.width) if own_weights is None else own_weights.sum()
         start = own_highest.masked_fill(own_highest == -torch.inf, 0)
-        seen.append(smooth + weight * (start - highest) if terms.width else smooth * 0)
-    sums = apply(Reduce(terms.group), torch.stack(seen))
+        terms_of_rank.append(smooth + weight * (start - highest) if terms.width else smooth * 0)
+    sums = apply(Reduce(terms.group), torch.stack(terms_of_rank))
 
     log_sum, ignored = sums[0].log(), targets.kept == 0
     losses = targets.factor * (log_sum - sums[1]).masked_fill(ignored, 0)
@@ -162,7 +162,7 @@ def _look_backward(
 
 
 @_look_backward.register_fake
-def _(grad, found, x, weight, column, mine, own_weights, smooths, num_tokens):
+def _(grad, stats, x, weight, column, mine, own_weights, smooths, num_tokens):
     return torch.empty_like(x, memory_format=torch.contiguous_format), weight.new_empty(
         weight.shape
     )

@@ -176,9 +176,9 @@ def _places(layout: Layout, num: int) -> tuple[int, list[int], Tensor | None]:
     if not (any(layout.parts) or layout.heads or layout.ranges):
         return dim, lengths, None
     for rank, length in enumerate(lengths):
-        for box, here in blocks(layout, mesh, rank):
+        for box, local in blocks(layout, mesh, rank):
             for offset, place in enumerate(range(box[dim].start, box[dim].stop)):
-                index_of.setdefault(place, start + here[dim].start + offset)
+                index_of.setdefault(place, start + local[dim].start + offset)
         start += length
     return dim, lengths, torch.tensor([index_of[place] for place in range(layout.shape[dim])])
 
