@@ -196,7 +196,7 @@ def agree_on_stages(
 
     order: schedule, micro-batches, chunks and costs, as in `resolve_schedule`.
     lists: lists of names, `skips` among them.
-    alike: other settings that must be equal on all ranks.
+    equal_settings: other settings that must be equal on all ranks.
     loss: None or a function.
 
     Raises:
