@@ -264,7 +264,9 @@ class PendingSave:
         self._told = lambda: (self._commits, written.result())
 
     def _take_files(self, reports: list[tuple[bool, WrittenFiles]]) -> object:
-        """Keep on the group's first rank what all have written; what the other committers need."""
+        """Gather the facts of all written files on the group's first rank; return them to the other
+        committers, which need them too.
+        """
         written = [each for _, each in reports]
         _table(self._group).take(written)
         files = {name: facts for each in written for name, facts in each.files.items()}

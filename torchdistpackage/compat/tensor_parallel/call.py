@@ -32,7 +32,7 @@ def tensor_parallel(
     example: Example = (),
     **kwargs: Any,
 ) -> nn.Module:
-    """`module`, of which each device computes a part of every layer; it is called as before.
+    """Return `module`, of which each device computes a part of every layer; it is called as before.
 
     device_ids: the devices of this process, one thread each; several times "cpu" is fine.
     distributed: one shard in each process of tpc's tensor group, or of all ranks, all of which make

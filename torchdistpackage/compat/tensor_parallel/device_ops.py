@@ -17,7 +17,7 @@ def broadcast_coalesced(
     all_cuda: bool | None = None,
     **kwargs: Any,
 ) -> list[list[Tensor]]:
-    """The tensors on each device: one list a device."""
+    """Return the tensors on each device: one list a device."""
     return [[x.to(device, non_blocking=True) for x in tensors] for device in devices]
 
 
@@ -27,7 +27,7 @@ def gather(
     destination: torch.device | None = None,
     all_cuda: bool | None = None,
 ) -> Tensor:
-    """The tensors joined along `dim` on `destination`, by default the first one's device."""
+    """Return the tensors joined along `dim` on `destination`, by default the first one's device."""
     place = tensors[0].device if destination is None else destination
     return torch.cat([x.to(place) for x in tensors], dim)
 
@@ -37,7 +37,7 @@ def reduce_add(
     destination: torch.device | None = None,
     all_cuda: bool | None = None,
 ) -> Tensor:
-    """The sum of the tensors on `destination`, by default the first one's device."""
+    """Return the sum of the tensors on `destination`, by default the first one's device."""
     place = tensors[0].device if destination is None else destination
     total = tensors[0].to(place)
     for x in tensors[1:]:
@@ -46,7 +46,7 @@ def reduce_add(
 
 
 def all_gather(tensors: Sequence[Tensor], all_cuda: bool | None = None) -> tuple[Tensor, ...]:
-    """All tensors stacked, (n, ...), on the device of each."""
+    """Return all tensors stacked, (n, ...), on the device of each."""
     return tuple(torch.stack([x.to(own.device) for x in tensors]) for own in tensors)
 
 
@@ -55,7 +55,7 @@ class NCCLAllReduceFunction:
 
     @staticmethod
     def apply(*inputs: Tensor) -> tuple[Tensor, ...]:
-        """The sum, once for each input, whose gradient is the sum of theirs."""
+        """Return the sum, once for each input, whose gradient is the sum of theirs."""
         return tuple(reduce_add(inputs, own.device) for own in inputs)
 
 
@@ -64,5 +64,5 @@ class NCCLAllGatherFunction:
 
     @staticmethod
     def apply(*inputs: Tensor) -> tuple[Tensor, ...]:
-        """All inputs stacked, once for each."""
+        """Return all inputs stacked, once for each input's device."""
         return all_gather(inputs)

@@ -10,7 +10,7 @@ DeviceLike = torch.device | str | int
 
 
 def canonicalize_device(device: DeviceLike) -> torch.device:
-    """With an index where there are several: "cuda" is cuda:0."""
+    """Return the device with an index where there are several: "cuda" is cuda:0."""
     canonical = torch.device(device)
     if canonical.type == "cuda" and canonical.index is None:
         return torch.device("cuda", 0)
@@ -18,7 +18,7 @@ def canonicalize_device(device: DeviceLike) -> torch.device:
 
 
 def check_device_ids(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
-    """The devices meant: by default all GPUs, and none without any.
+    """Return the devices to use: by default all GPUs, and none on a host without GPUs.
 
     Raises:
         LayoutError: it is no list of devices.
@@ -36,7 +36,7 @@ def check_device_ids(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.dev
 def output_index(
     devices: Sequence[torch.device], device: DeviceLike | None, index: int | None
 ) -> int:
-    """Position of the output device.
+    """Return the position of the output device.
 
     Raises:
         AssertionError: it was named twice, or is not among the devices.

@@ -29,12 +29,12 @@ AllGather = ThreadGather
 
 
 def NCCLAllReduce(world_size: int) -> ThreadSum:
-    """The sum over threads."""
+    """Return the sum over threads."""
     return ThreadSum(world_size)
 
 
 def NCCLAllGather(world_size: int, dim: int) -> ThreadGather:
-    """The threads' tensors joined along `dim`."""
+    """Return the threads' tensors joined along `dim`."""
     return ThreadGather(world_size, dim=dim)
 
 
@@ -45,7 +45,7 @@ def __getattr__(name: str) -> object:
 
 
 def Sharded(module: Any, sharded_param_names: Collection[str] | None = None) -> Any:
-    """`module` after `module.apply_sharding(sharded_param_names)`."""
+    """Return `module` after `module.apply_sharding(sharded_param_names)`."""
     LOG.warning("Sharded(model) is an earlier spelling; use model.apply_sharding()")
     module.apply_sharding(sharded_param_names)
     return module
@@ -60,7 +60,7 @@ def gather_kv(*present_key_value_state: Any, world_size: int) -> Sequence[Any]:
 
 
 def select_kv_for_rank(present_key_value_state: Any, rank: int) -> Any:
-    """The structure with the tensor of `rank` in place of each `PerDeviceTensors`."""
+    """Return the structure with the tensor of `rank` in place of each `PerDeviceTensors`."""
     chosen = partial(_of_rank, rank=rank)
     return nested_map(chosen, present_key_value_state)
 
@@ -78,7 +78,7 @@ def split_heads(
     world_size: int,
     optional: bool = False,
 ) -> Tensor | None:
-    """The heads of `rank` along `dim`; none is an empty tensor of the same dtype and device.
+    """Return the heads of `rank` along `dim`; none is an empty tensor of the same dtype and device.
 
     Raises:
         LayoutError: the dim is no multiple of head_dim.
@@ -88,12 +88,14 @@ def split_heads(
 
 
 def split_num_heads(num_heads: int, *, rank: int, world_size: int) -> int:
-    """How many of `num_heads` heads `rank` has; 1 where there are too few, as modules need one."""
+    """Return how many of `num_heads` heads `rank` has; 1 where there are too few, as modules need
+    one.
+    """
     return even_sizes(num_heads, world_size)[rank] or 1
 
 
 def split_inner_dim(inner_dim: int, *, rank: int, num_heads: int, world_size: int) -> int:
-    """Elements of the heads of `rank`, of `inner_dim` in all."""
+    """Return the number of elements in the heads of `rank`, where all heads have `inner_dim`."""
     return split_num_heads(num_heads, rank=rank, world_size=world_size) * (inner_dim // num_heads)
 
 

@@ -39,7 +39,7 @@ ModuleRules = dict[re.Pattern[str], Actions]
 
 
 def convert_legacy_state_action(state_action: Any) -> StateAction:
-    """The action of a state rule, which may be a function or a pair of them.
+    """Return the action of a state rule, which may be a function or a pair of them.
 
     Raises:
         LayoutError: it is none.
@@ -54,7 +54,9 @@ def create_collective_ops(
     *,
     group: Group | None = None,
 ) -> dict[Any, Actions]:
-    """Rules with functions for the texts of collectives; see `Config.create_collective_ops`."""
+    """Return rules with functions for the texts of collectives; see
+    `Config.create_collective_ops`.
+    """
     return bind(rules, collectives_of(len(devices), group), full_gradients=False)
 
 
@@ -119,7 +121,9 @@ def process_attrs_(
 def process_input(
     input_actions: Actions, rank: int, world_size: int, *args: Any, **kwargs: Any
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Positional and named arguments as the actions make them; a target that is absent stays so."""
+    """Return positional and named arguments as the actions make them; a target that is absent stays
+    so.
+    """
     arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     for target in input_actions.keys() & arguments.keys():
         action = input_actions[target]
@@ -130,7 +134,7 @@ def process_input(
 
 
 def process_output(output: Any, output_actions: Actions, *, rank: int, world_size: int) -> Any:
-    """A tensor, sequence or mapping as the actions make it; see `TensorParallelWrapper`."""
+    """Return a tensor, sequence or mapping as the actions make it; see `TensorParallelWrapper`."""
     same = nn.Identity()
     return TensorParallelWrapper(same, {}, output_actions, rank=rank, world_size=world_size)(output)
 
@@ -141,7 +145,7 @@ def parallel_apply_simple(
     kwargs_tup: Sequence[Mapping[str, Any]] | None,
     devices: Sequence[torch.device],
 ) -> list[Any]:
-    """The outputs of all modules, each called in a thread of its own."""
+    """Return the outputs of all modules, each called in a thread of its own."""
     places = [x if isinstance(x, list | tuple) else (x,) for x in inputs]
     named = [{}] * len(places) if kwargs_tup is None else kwargs_tup
     calls = [(tuple(args), dict(kwargs)) for args, kwargs in zip(places, named, strict=True)]
@@ -149,7 +153,7 @@ def parallel_apply_simple(
 
 
 def get_a_var(obj: Any) -> Tensor | None:
-    """The first tensor in nested lists, tuples and dicts; None where there is none."""
+    """Return the first tensor in nested lists, tuples and dicts; None where there is none."""
     if isinstance(obj, Tensor):
         return obj
     parts = obj.values() if isinstance(obj, dict) else obj
@@ -162,7 +166,7 @@ def get_a_var(obj: Any) -> Tensor | None:
 
 
 def infer_sharded_data_device_id(name: str) -> int:
-    """The number behind the part of a parameter's name that speaks of shards.
+    """Return the shard number in a parameter's name.
 
     Raises:
         KeyError: there is none.

@@ -27,7 +27,7 @@ class JoinedCopies(torch.autograd.Function):
 
 
 def joined(action: StateAction, grads: Sequence[Tensor]) -> list[Tensor]:
-    """The gradient for each rank, from the partial ones of all."""
+    """Return the gradient for each rank, from the partial ones of all."""
     if not action.is_shared:
         return [action.local_gradient(grad, rank) for rank, grad in enumerate(grads)]
     totals = sums(*(action.spread(grad, rank) for rank, grad in enumerate(grads)))

@@ -177,7 +177,9 @@ class TensorParallel(ParallelModule):
         return joined
 
     def prepare_args_kwargs_for_forward(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Arguments on every device: the positional ones by shard, then the keywords by shard."""
+        """Yield arguments on every device: the positional ones by shard, then the keywords by
+        shard.
+        """
         return zip(*split_inputs(args, kwargs, self.devices), strict=True)
 
     # -- ZeRO and state ------------------------------------------------------------------

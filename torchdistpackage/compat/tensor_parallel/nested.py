@@ -12,7 +12,7 @@ from torchdistpackage.parallel.auto.nested import is_namedtuple, rebuilt
 
 
 def nested_flatten(t: Any) -> Iterator[Any]:
-    """The leaves of a nested list, tuple or dict; of a dict by ascending key."""
+    """Yield the leaves of a nested list, tuple or dict; of a dict by ascending key."""
     if isinstance(t, (list, tuple)):
         for item in t:
             yield from nested_flatten(item)
@@ -24,7 +24,7 @@ def nested_flatten(t: Any) -> Iterator[Any]:
 
 
 def nested_pack(flat: Any, structure: Any) -> Any:
-    """The leaves `flat` in the nesting of `structure`, whose types it keeps."""
+    """Return the leaves `flat` in the nesting of `structure`, whose types it keeps."""
     return _packed(iter(flat), structure)
 
 

@@ -14,7 +14,7 @@ Place = tuple[nn.Module, str]
 
 
 def places_of(shard: nn.Module, names: Collection[str]) -> dict[str, list[Place]]:
-    """Where each parameter is held, under all its names.
+    """Return where each parameter is held, under all its names.
 
     Raises:
         LayoutError: a name is none of a parameter.

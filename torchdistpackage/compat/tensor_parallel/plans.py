@@ -26,7 +26,7 @@ class TensorParallelConfig(Config):
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """The same plan."""
+        """Return `config` as an object of this class."""
         return cls(
             **{field.name: getattr(config, field.name) for field in fields(config) if field.init}
         )
@@ -38,7 +38,8 @@ class TensorParallelConfig(Config):
         *,
         group: Group | None = None,
     ) -> Self:
-        """A copy in which the texts of collectives are functions (value, rank) that communicate.
+        """Return a copy in which the texts of collectives are functions (value, rank) that
+        communicate.
 
         group: ranks that hold one shard each. Without it the shards are threads of this process.
         distributed: kept for earlier programs, in which it chose between the two.
@@ -77,14 +78,14 @@ get_t5_config = PREDEFINED_CONFIGS["t5"]
 def get_default_config(
     module: nn.Module, device_ids: Sequence[torch.device | str | int]
 ) -> TensorParallelConfig:
-    """Rules for each linear, embedding and convolutional layer of `module`, by itself."""
+    """Return rules for each linear, embedding and convolutional layer of `module`, by itself."""
     return TensorParallelConfig.of(layerwise.get_default_config(module, device_ids))
 
 
 def find_predefined_tensor_parallel_config(
     model_config: Any, device_ids: Sequence[Any] | None
 ) -> Config | None:
-    """The plan of the family of a model's configuration; None where none is known.
+    """Return the plan of the family of a model's configuration; None where none is known.
 
     Raises:
         LayoutError: the family is known, but this model cannot be split over so many devices.

@@ -47,7 +47,7 @@ class TensorParallelCalls(ShardedModelCalls):
 
 
 def tensor_parallel_pretrained() -> type:
-    """The class `TensorParallelPreTrainedModel`.
+    """Return the class `TensorParallelPreTrainedModel`.
 
     Raises:
         NotAvailableError: transformers is not installed.

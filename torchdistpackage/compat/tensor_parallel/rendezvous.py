@@ -36,7 +36,7 @@ class ThreadRun:
             self.condition.notify_all()
 
     def leave(self, rank: int) -> None:
-        """A thread is through; others that wait for it now wait in vain."""
+        """Note that a thread is done, so that others that still wait for it give up."""
         with self.condition:
             self.num_done += 1
             self.condition.notify_all()
@@ -70,7 +70,7 @@ class CollectiveOperation(CollectiveBase):
         self._run: ThreadRun | None = None
 
     def __call__(self, x: Any, rank: int) -> Any:
-        """My output, once all ranks have come.
+        """Return this rank's output, once all ranks have come.
 
         Raises:
             CommError: another thread failed, or will not come.
@@ -187,7 +187,9 @@ class ScatterReduce(CollectiveOperation):
 
 
 def sums(*tensors: Tensor) -> list[Tensor]:
-    """The sum of all, added in their order; each shard owns its copy, as it may write to it."""
+    """Return the sum of all, added in their order; each shard owns its copy, as it may write to
+    it.
+    """
     first = tensors[0].device
     total = tensors[0]
     for other in tensors[1:]:
@@ -196,7 +198,7 @@ def sums(*tensors: Tensor) -> list[Tensor]:
 
 
 def joins(tensors: Sequence[Tensor], dim: int) -> list[Tensor]:
-    """All joined along `dim`, a tensor of its own for each."""
+    """Return the tensors joined along `dim`, as a separate tensor for each thread."""
     return [torch.cat([t.to(own.device) for t in tensors], dim) for own in tensors]
 
 

@@ -20,7 +20,8 @@ def convert_state_dict(
     world_size: int,
     for_pretrained: bool = False,
 ) -> dict[str, Tensor]:
-    """The state of all shards, with `sharded=False`, from that of the module that is to be split.
+    """Return the state of all shards, with `sharded=False`, from that of the module that is to be
+    split.
 
     A part of a state dict gives the part of the result that it determines, so files can be
     converted one by one. for_pretrained: names in a `TensorParallelPreTrainedModel`.
@@ -54,7 +55,9 @@ def infer_sharded_device_map(tp_model: nn.Module) -> dict[str, str]:
 
 
 def shard_of(name: str, num: int) -> int:
-    """The number of the shard that a name speaks of; flat parameters go round the shards."""
+    """Return the number of the shard that a name belongs to; flat parameters are dealt to the
+    shards in turn.
+    """
     parts = name.split(".")
     for holder in ("_sanity_check_params", "module_shards", "flat_shards"):
         if holder in parts[:-1]:

@@ -59,7 +59,8 @@ def split_inputs(
     devices: Sequence[torch.device],
     config: Config | None = None,
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The arguments for each shard: tensors on its device, its cache, everything else as it is.
+    """Return the arguments for each shard: tensors on its device, its cache, everything else as it
+    is.
 
     Shards get copies of their own of tensors that they might write to. config: the plan, by
     which caches are cut; where each shard has full gradients the first one alone passes them back.
@@ -86,7 +87,7 @@ def _own(source: Tensor, rank: int, device: torch.device) -> Tensor:
 
 
 def joined_outputs(outputs: Sequence[Any], index: int, full_gradients: bool = False) -> Any:
-    """The output of one shard; a cache in it has those of the others as twins.
+    """Return the output of one shard; a cache in it has those of the others as twins.
 
     full_gradients: the gradient of a tensor in it goes to all shards.
     """
@@ -104,7 +105,7 @@ def _joined_output(index: int, full: bool, *outputs: Any) -> Any:
 
 
 def twins_of(value: Any, devices: Sequence[torch.device], heads: CacheHeads) -> list[Any]:
-    """The caches of all shards, of which `value` is one.
+    """Return the caches of all shards, of which `value` is one.
 
     Raises:
         LayoutError: it is filled, but not by these shards or the model that was split.
@@ -131,7 +132,7 @@ def twins_of(value: Any, devices: Sequence[torch.device], heads: CacheHeads) -> 
 def _copied(
     value: Any, rank: int, device: torch.device, heads: CacheHeads, filled: list[Place]
 ) -> Any:
-    """A copy with the part of `rank` of keys and values, through which gradients pass."""
+    """Return a copy with the part of `rank` of keys and values, through which gradients pass."""
     memo: dict[int, Any] = {}
     for at, _ in filled:
         for tensor in at.values() if isinstance(at, dict) else ():
@@ -151,7 +152,7 @@ def _mirror(value: Any, twins: list[Any]) -> None:
 
 @cache
 def mirrored(kind: type) -> type:
-    """A subclass whose changes go to all twins."""
+    """Return a subclass whose changes go to all twins."""
 
     def through(name: str) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:

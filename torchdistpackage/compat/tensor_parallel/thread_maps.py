@@ -105,7 +105,7 @@ class ThreadMap(CollectiveOperation):
 
 
 def thread_map(kind: str, world_size: int, dim: int = -1) -> ThreadMap:
-    """The map for "copy", "sum", "gather" or "split"."""
+    """Return the map for "copy", "sum", "gather" or "split"."""
     plain = {"copy": CopyToShards, "sum": SumOfShards}
     if kind in plain:
         return ThreadMap(world_size, kind, plain[kind].apply, dim)

@@ -41,7 +41,7 @@ def run_threads(
     devices: Sequence[torch.device],
     contexts: Sequence[Any] | None = None,
 ) -> list[Any]:
-    """The outputs of all modules, each called in a thread of its own.
+    """Return the outputs of all modules, each called in a thread of its own.
 
     contexts: context managers, one for each thread to be in.
 

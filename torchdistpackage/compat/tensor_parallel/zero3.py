@@ -94,7 +94,7 @@ class ShardingManager(nn.Module):
                     stand_in(place, None)
 
     def full_tensors(self, rank: int) -> dict[str, Tensor]:
-        """Each parameter whole, on the device of shard `rank`, as part of the graph."""
+        """Return each parameter whole, on the device of shard `rank`, as part of the graph."""
         tensors: dict[str, Tensor] = {}
         num = self.world_size
         for at, names in enumerate(self._groups):
@@ -142,7 +142,9 @@ class ShardingManager(nn.Module):
                     stand_in(place, None)
 
     def names_by_first(self) -> dict[str, list[str]]:
-        """Tied names of each parameter in a shard, under the one in `sharded_param_names`."""
+        """Return all tied names of each parameter in a shard, by its name in
+        `sharded_param_names`.
+        """
         return self._names
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -158,8 +158,9 @@ def slowest(devices: Sequence[MeasuredDevice]) -> MeasuredDevice:
 
 
 class Profile(_Measured):
-    """by: user and host. hosts: each once. lines: latency and bus bandwidth by axis and link.
-    device: None in files of earlier versions, which have links alone."""
+    """A cluster profile. by: user and host. hosts: each once. lines: latency and bus bandwidth by
+    axis and link. device: None in files of earlier versions, which have links alone.
+    """
 
     format: Literal["torchdistpackage cluster profile"]
     version: Literal[1]

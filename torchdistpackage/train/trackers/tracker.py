@@ -40,7 +40,7 @@ class Tracker(Protocol):
     name: str
 
     def open(self, run: TrackedRun) -> int:
-        """Begin the service's run, or go on with it; the last step whose row it has."""
+        """Begin the service's run, or continue it; return the last step whose row it has."""
         ...
 
     def send(self, rows: Sequence[Row]) -> None:

@@ -30,7 +30,7 @@ class StateAction(ABC):
     def undo(self, tensors: Sequence[Tensor]) -> Tensor: ...
 
     def num_parts(self) -> int | None:
-        """How many ranks it is made for; None: any number."""
+        """Return how many ranks the action is made for; None: any number."""
         return getattr(self, "world_size", None)
 
     def local_gradient(self, grad: Tensor, rank: int) -> Tensor:
@@ -38,11 +38,11 @@ class StateAction(ABC):
         return grad
 
     def spread(self, grad: Tensor, rank: int) -> Tensor:
-        """The gradient of a shared part in the form in which ranks add theirs up."""
+        """Return the gradient of a shared part in the form in which ranks add theirs up."""
         return grad
 
     def collect(self, total: Tensor, rank: int) -> Tensor:
-        """The part of `rank` of what the ranks' `spread` add up to."""
+        """Return the slice of `rank` from the sum of the ranks' `spread`."""
         return total
 
 
@@ -235,7 +235,7 @@ class TakeChunks(StateAction):
 
 
 def on_dim(action: StateAction, dim: int) -> StateAction:
-    """The same cut along another dim."""
+    """Return the same cut along another dim."""
     twin = object.__new__(type(action))
     twin.__dict__.update(action.__dict__, dim=dim)
     return twin
@@ -259,7 +259,7 @@ def in_chunks(tensor: Tensor, dim: int, num_groups: int, chunk_size: int) -> Ten
 
 
 def as_state_action(action: Any) -> tuple[StateAction, bool]:
-    """The action of a rule, and whether it was given in an earlier form.
+    """Return the action of a rule, and whether it was given in an earlier form.
 
     Raises:
         LayoutError: it is none.

@@ -25,7 +25,7 @@ from torchdistpackage.errors import LayoutError
 
 
 def add_adapter_rules(model: nn.Module, config: Config) -> Config:
-    """`config` with rules for the adapters of layers that it cuts.
+    """Return `config` with rules for the adapters of layers that it cuts.
 
     Raises:
         LayoutError: there are adapters that cannot be split, or not before they are put on.

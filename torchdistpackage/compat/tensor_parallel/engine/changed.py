@@ -12,7 +12,7 @@ from torchdistpackage.parallel.auto.split_root import PartOfTensor
 def changed_weight(
     split: Any, unsplit: nn.Module, casts: dict[torch.dtype, torch.dtype]
 ) -> str | None:
-    """The name of a parameter or buffer of which a shard here does not hold its part.
+    """Return the name of a parameter or buffer whose part a shard of this process does not hold.
 
     casts: gets the dtype to which floating-point tensors of each dtype were moved, if all were.
     """

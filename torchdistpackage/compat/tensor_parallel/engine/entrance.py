@@ -47,7 +47,7 @@ class SharedEntrance:
         return True
 
     def close(self) -> None:
-        """The module has returned, or failed."""
+        """Close the entrance after the module has returned or failed."""
         self._x = None
         self._parts.clear()
 

@@ -32,7 +32,7 @@ def explain(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> PlanTable:
-    """The plan by which `tensor_parallel` splits `module` over `num_shards` devices.
+    """Return the plan by which `tensor_parallel` splits `module` over `num_shards` devices.
 
     args, kwargs: an example, with which the module is called once to learn what is sent; without
     one nothing is called.

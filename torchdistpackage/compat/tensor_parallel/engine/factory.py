@@ -42,7 +42,8 @@ def parallelize_module(
     example: Example = (),
     delay_init: bool = False,
 ) -> nn.Module:
-    """`module`, of which each rank of a group computes a part of every layer; called as before.
+    """Return `module`, of which each rank of a group computes a part of every layer; called as
+    before.
 
     group: ranks that hold one shard each, all of which make the same calls; by default tpc's tensor
         group, or all ranks.
@@ -122,7 +123,7 @@ def split_module(
 
 
 def own_device() -> torch.device:
-    """The GPU of this process, or the CPU."""
+    """Return the GPU of this process, or the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -39,12 +39,15 @@ multiply partial products."""
 
 
 def plan_for(module: Any, num: int) -> Config | None:
-    """The plan for `num` shards of a module that has a family's `config`, such as with adapters."""
+    """Return the plan for `num` shards of a module that has a family's `config`, such as with
+    adapters.
+    """
     return find_plan(getattr(module, "config", None), num) if num > 1 else None
 
 
 def find_plan(model_config: Any, num: int) -> Config | None:
-    """The plan for `num` shards of a model with this configuration; None where none is known.
+    """Return the plan for `num` shards of a model with this configuration; None where none is
+    known.
 
     Raises:
         LayoutError: the family is known, but this model cannot be split over so many.
@@ -55,7 +58,7 @@ def find_plan(model_config: Any, num: int) -> Config | None:
 
 
 def family_plan(kind: str, model_config: Any, num: int) -> Config:
-    """The plan of the family `kind` for a model with `model_config`, for `num` shards.
+    """Return the plan of the family `kind` for a model with `model_config`, for `num` shards.
 
     Raises:
         LayoutError: there are more shards than heads, or this model is one that cannot be cut.
@@ -164,7 +167,7 @@ class TableRules:
         self.split.append(pattern)
 
     def _add_column(self, name: str, cut: LayerCut) -> None:
-        """Outputs stay apart."""
+        """Add a column layer, whose outputs stay split."""
         action, layer = self._action(cut.weight), self._path(name)
         self._add_parameters(layer, action, on_dim(action, 0))
         if cut.transposed:  # transformers' Conv1D notes its outputs, and shapes what it returns so
@@ -174,13 +177,13 @@ class TableRules:
             self._enter(cut.entrance, 0)
 
     def _add_row(self, layer: str, action: StateAction) -> None:
-        """Products are summed, and the bias once."""
+        """Add a row layer: its products are summed, and its bias is added once."""
         pattern = self._path(layer)
         self._add_parameters(pattern, action, FirstOnly())
         self.outputs[f"{pattern}$"] = {0: "sum"}
 
     def _add_embedding(self, name: str, columns: int) -> None:
-        """Rows are joined. columns: of the whole."""
+        """Add an embedding, whose rows are joined. columns: of the full table."""
         self.state[f"{path(name)}\\.weight$"] = Split(self.num, 1)
         self.outputs[f"{path(name)}$"] = {0: self._joined(columns)}
 
@@ -232,7 +235,7 @@ class TableRules:
         return SizedGather(-1, tuple(even_sizes(length, self.num)))
 
     def _action(self, layout: Layout) -> StateAction:
-        """The cut of a layout, with heads as they are dealt here."""
+        """Return the cut of a layout, with heads as they are dealt here."""
         dim = next(dim for dim, axes in enumerate(layout.split) if axes)
         parts, heads, width = layout.parts[dim], layout.heads, self.heads.head_dim
         if heads is None and not parts:
@@ -248,7 +251,7 @@ class TableRules:
 
 
 def path(name: str) -> str:
-    """A pattern that begins where a name between dots begins."""
+    """Return a pattern that begins where a name between dots begins."""
     return rf"(^|\.){re.escape(name)}"
 
 
@@ -263,7 +266,7 @@ def columns_by_entrance(block: Weights) -> dict[str, list[str]]:
 
 
 def blocks(block: Weights) -> int:
-    """Runs of heads that are dealt each for itself: fused parts of what attention puts out."""
+    """Return runs of heads that are dealt separately: fused parts of an attention's projection."""
     rows = [cut.weight for cut in block.split.layers.values() if cut.kind == "row"]
     return max((len(parts) for layout in rows for parts in layout.parts), default=0) or 1
 

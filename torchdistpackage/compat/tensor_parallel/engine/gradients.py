@@ -74,7 +74,8 @@ class FromFirst(torch.autograd.Function):
 
 
 def own_of_caller(x: Tensor) -> Tensor:
-    """An output for the forward of a Function to return, which the caller may change in place.
+    """Return an output for the forward of a Function to return, which the caller may change in
+    place.
 
     It has the memory of `x`, and with it its version, by which autograd sees changes of what a
     backward needs. A leaf or a view has memory that others read under other names: it is copied.

@@ -56,8 +56,9 @@ class Heads:
         ]
 
     def of_heads(self, value: Tensor | None, *, rank: int) -> Tensor | None:
-        """The shard's part of a tensor (batch x heads, ...) or (batch, heads, ..., ...), of which
-        one may stand for all heads."""
+        """Return the shard's heads of a tensor (batch x heads, ...) or (batch, heads, ..., ...);
+        one head may stand for all.
+        """
         if value is None:
             return None
         if value.dim() == 4:
@@ -71,11 +72,11 @@ class Heads:
         return len(self.keys[rank])
 
     def num_groups(self, value: Any = None, *, rank: int) -> int:
-        """Query heads that share a key head."""
+        """Return the number of query heads that share a key head."""
         return len(self.queries[rank]) // len(self.keys[rank])
 
     def width(self, value: Any = None, *, rank: int) -> int:
-        """Elements of the shard's queries."""
+        """Return the number of elements of the shard's queries."""
         return len(self.queries[rank]) * self.head_dim
 
 
@@ -87,7 +88,8 @@ def deal_heads(
     num_key_heads: int | None = None,
     blocks: int = 1,
 ) -> Heads:
-    """Heads for `world_size` shards. blocks: runs of heads of which each shard has its part.
+    """Return the heads of each of `world_size` shards. blocks: runs of heads, of each of which
+    every shard has a part.
 
     Where the query heads of a shard are not whole groups of one size, each gets a key head of its
     own, so that a shard's heads are again groups of one size.

@@ -29,7 +29,7 @@ from torchdistpackage.parallel.auto.split_root import TakesNoAdapters, check_is_
 
 @cache
 def pretrained_class(calls: type["ShardedModelCalls"]) -> type:
-    """The class of sharded models that do by themselves what `calls` says.
+    """Return the class of sharded models that handle the calls of `calls` themselves.
 
     Raises:
         NotAvailableError: transformers is not installed.
@@ -66,7 +66,7 @@ def pretrained_class(calls: type["ShardedModelCalls"]) -> type:
 
 @cache
 def of_family(cls: type, family: Any) -> type:
-    """The class for models of `family`, with its name, which is written into saved files."""
+    """Return the class for models of `family`, with its name, which is written into saved files."""
     if issubclass(cls, family):
         return cls
 
@@ -83,7 +83,7 @@ def of_family(cls: type, family: Any) -> type:
 
 
 def empty_model(calls: type["ShardedModelCalls"], family: type) -> Any:
-    """A sharded model of `family` that has nothing yet, for a copy or a pickle to fill."""
+    """Return an empty sharded model of `family`, which a copy or a pickle fills."""
     kind = of_family(pretrained_class(calls), family)
     return kind.__new__(kind)
 
@@ -162,7 +162,8 @@ class ShardedModelCalls(PretrainedCalls, TakesNoAdapters):
         return self.wrapped_model.state_dict(*args, **kwargs)
 
     def get_submodule(self, target: str) -> nn.Module:
-        """A part by its name. The table of tokens is that of all shards, to be called alone.
+        """Return a submodule by its name. The embedding table is that of all shards, and can be
+        called by itself.
 
         peft calls it that way to put prompts before the tokens.
         """
@@ -176,7 +177,7 @@ class ShardedModelCalls(PretrainedCalls, TakesNoAdapters):
         return PartOfShards(self.wrapped_model, [s.get_input_embeddings() for s in shards])
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
-        """The encoder of all shards, to be called alone."""
+        """Return the encoder of all shards, which can be called by itself."""
         shards = [s.get_encoder(*args, **kwargs) for s in self.wrapped_model.module_shards]
         return PartOfShards(self.wrapped_model, shards)
 

@@ -46,12 +46,13 @@ ADAPTERS = re.compile(r"(^|\.)lora_")
 
 
 def get_default_config(module: nn.Module, device_ids: Sequence[torch.device | str | int]) -> Config:
-    """Rules for each linear, embedding and convolutional layer of `module`, by itself."""
+    """Return rules for each linear, embedding and convolutional layer of `module`, by itself."""
     return default_rules(module, len(device_ids), with_pairs=False).config()
 
 
 def default_rules(module: nn.Module, world_size: int, *, with_pairs: bool = True) -> "LayerRules":
-    """The rules by which `tensor_parallel` splits a module of no known family, and what is whole.
+    """Return the rules by which `tensor_parallel` splits a module of no known family, and the
+    layers that stay unsplit.
 
     with_pairs: look for layers that need no gather between them.
     """
@@ -94,7 +95,7 @@ class LayerRules:
         return Config(*rules, True, between, entrances=self.entrances)
 
     def layers(self) -> Iterator[tuple[list[str], nn.Module]]:
-        """Layers that a plan may cut, with all their names."""
+        """Yield layers that a plan may cut, with all their names."""
         names_of: dict[nn.Module, list[str]] = {}
         inside: set[nn.Module] = set()
         for name, module in self.module.named_modules(remove_duplicate=False):
@@ -110,7 +111,7 @@ class LayerRules:
                 yield list(dict.fromkeys(map(plain_name, names))), module
 
     def add(self, names: list[str], layer: nn.Module) -> None:
-        """The rules of a layer, where it is of a kind that can be cut."""
+        """Add the rules of a layer, if it is of a kind that can be cut."""
         if not isinstance(layer, LAYERS):
             return
         if why := why_whole(layer):
@@ -127,7 +128,7 @@ class LayerRules:
             self._add_convolution(names, layer)
 
     def add_pair(self, pair: Pair, layers: dict[str, nn.Module]) -> None:
-        """Rules of layers that pass split values on, with one sum behind the last ones."""
+        """Add rules for layers that pass split values on, with one sum behind the last ones."""
         self.pairs.append(pair)
         num = self.world_size
         for name in pair.firsts:
@@ -231,7 +232,7 @@ class LayerRules:
 
 
 def why_whole(layer: nn.Module) -> str | None:
-    """Why a layer of a kind that can be cut is not; None: nothing speaks against it."""
+    """Return why a layer of a kind that can be cut is not cut; None: it can be."""
     weight = layer._parameters.get("weight")
     if weight is None:
         return "its weight is computed from other tensors"
@@ -247,7 +248,9 @@ def why_whole(layer: nn.Module) -> str | None:
 
 
 def whole_tensors(module: nn.Module) -> dict[torch.Tensor, str]:
-    """Parameters of modules that cannot be cut, and the name of one that has it."""
+    """Return the parameters of modules that cannot be cut, each with the name of one such
+    module.
+    """
     names: dict[torch.Tensor, str] = {}
     for name, part in module.named_modules():
         if not isinstance(part, LAYERS) or why_whole(part):
@@ -258,7 +261,7 @@ def whole_tensors(module: nn.Module) -> dict[torch.Tensor, str]:
 
 
 def even_part(value: int, *, rank: int, world_size: int) -> int:
-    """How many of `value` things `rank` has; the first ranks have one more."""
+    """Return the share of `rank` in `value` items; the first ranks have one more."""
     return even_sizes(value, world_size)[rank]
 
 

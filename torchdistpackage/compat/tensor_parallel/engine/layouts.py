@@ -31,7 +31,7 @@ DEALING = (Split, SplitInChunks, SplitInGroupedChunks, TakeChunks)
 
 
 def layout_of_cut(name: str, tensor: Tensor, action: StateAction, num: int) -> Layout:
-    """The layout of what `action` makes of the parameter `name` for `num` shards.
+    """Return the layout of what `action` makes of the parameter `name` for `num` shards.
 
     Raises:
         LayoutError: it is a number without dims, and not the same on all shards.
@@ -76,7 +76,9 @@ def at(dim: int, shape: Sequence[int]) -> tuple[tuple[str, ...], ...]:
 
 
 def ranges_of(dealt: Sequence[Tensor]) -> tuple[Ranges, ...]:
-    """Runs of the places that each shard holds, which begin and end alike where they overlap."""
+    """Return the runs of positions that each shard holds; runs that overlap begin and end
+    equally.
+    """
     runs = [
         [
             (int(run[0]), int(run[-1]) + 1)

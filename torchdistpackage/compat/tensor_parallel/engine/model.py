@@ -191,7 +191,9 @@ class ParallelModule(SplitRoot, TakesNoAdapters):
         return self.tensor_parallel_config.has_heads_apart
 
     def layouts(self) -> Layouts:
-        """How the parameters of the shard of this rank are cut, by names of what was split."""
+        """Return how the parameters of the shard of this rank are cut, by names of what was
+        split.
+        """
         if self._group is None and len(self.module_shards) == 1:
             return {f"module_shards.0.{n}": x for n, x in collect(self.module_shards[0]).items()}
         return dict(self._layouts)

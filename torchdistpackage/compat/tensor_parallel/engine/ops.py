@@ -64,7 +64,7 @@ class Collectives(Protocol):
     def make(
         self, kind: str, dim: int, sizes: tuple[int, ...] | None, full_gradients: bool
     ) -> CollectiveBase:
-        """The function of "copy", "sum", "gather dim" or "split dim".
+        """Return the function of "copy", "sum", "gather dim" or "split dim".
 
         sizes: the lengths of gathered parts, if they are known.
         """
@@ -205,7 +205,7 @@ class RankCollectives:
 def bind(
     rules: Mapping[Any, dict[Any, Any]], collectives: Collectives, full_gradients: bool
 ) -> dict[Any, dict[Any, Any]]:
-    """Rules whose texts of collectives are functions of `collectives`.
+    """Return rules whose texts of collectives are functions of `collectives`.
 
     Raises:
         LayoutError: a function that joins threads is to join ranks.

@@ -120,7 +120,7 @@ class LayerTracer(fx.Tracer):
 
 
 def find_pairs(module: nn.Module, world_size: int) -> list[Pair]:
-    """Pairs of layers of `module`; each layer is in one at most."""
+    """Return pairs of layers of `module`; each layer is in at most one pair."""
     pairs: list[Pair] = []
     _search(module, "", world_size, pairs)
     used_names: set[str] = set()
@@ -189,7 +189,9 @@ def _pairs_of(
     read_directly = {str(n.target).rpartition(".")[0] for n in graph.nodes if n.op == "get_attr"}
 
     def kind_of(node: fx.Node) -> type | None:
-        """The kind of a layer that may be cut: called once, its weight shared and read by none."""
+        """Return the kind of a layer that may be cut: called once, its weight shared and read by
+        none.
+        """
         if str(node.target) in read_directly:
             return None
         if (
@@ -209,7 +211,7 @@ def _pairs_of(
 
 
 def cuttable(layer: nn.Module, users: Counter[int]) -> type | None:
-    """Linear or _ConvNd, where a layer is one and its weights are its own alone."""
+    """Return Linear or _ConvNd if a layer is of that type and shares its weights with no other."""
     if layer._forward_hooks or layer._forward_pre_hooks or layer._parameters.get("weight") is None:
         return None
     if any(p is not None and users[id(p)] > 1 for p in layer._parameters.values()):
@@ -224,7 +226,9 @@ def cuttable(layer: nn.Module, users: Counter[int]) -> type | None:
 def _flow_through(
     graph: fx.Graph, layers: dict[str, nn.Module], kind_of: Any, barred: set[str], world_size: int
 ) -> tuple[list[Pair], set[str]]:
-    """The pairs where those in `barred` are no first layers, and firsts that are needed whole."""
+    """Return the pairs in which no layer of `barred` comes first, and first layers whose full
+    output is needed.
+    """
     flows: dict[fx.Node, _Flow] = {}
     seconds: dict[str, _Flow] = {}
     escaped: set[str] = set()

@@ -31,8 +31,9 @@ def share_products(
 
 
 def _layers(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """The layers that this module has, or none if they are no plain products, as with adapters
-    around them."""
+    """Return the layers that this module has; none if they are not plain linear layers, as with
+    adapters around them.
+    """
     modules = dict(module.named_modules())
     layers = [modules[name] for name in names if name in modules]
     return layers if layers and can_share(layers) else []

@@ -52,7 +52,9 @@ class Join:
 
 
 def joins(rules: Mapping[Any, StateAction], num: int, collectives: Collectives) -> dict[Any, Join]:
-    """How the parts of weights are joined, of plans with full gradients, by patterns of names."""
+    """Return how the parts of weights are joined, of plans with full gradients, by patterns of
+    names.
+    """
     texts: dict[Any, dict[Any, str]] = {}
     for pattern, action in rules.items():
         if isinstance(action, FirstOnly):

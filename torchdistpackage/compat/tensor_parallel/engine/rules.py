@@ -140,8 +140,8 @@ class Config:
         return CacheHeads(self.key_heads, is_known, self.full_gradients)
 
     def bound(self, num: int, collectives: Collectives) -> Self:
-        """A copy for `num` shards, in which the texts of collectives are functions (value, rank)
-        that communicate.
+        """Return a copy for `num` shards, in which the texts of collectives are functions (value,
+        rank) that communicate.
         """
         bound = dataclasses.replace(
             self,
@@ -154,7 +154,7 @@ class Config:
 
 
 def compiled(rules: Mapping[Any, Actions], problems: list[str]) -> dict[re.Pattern[str], Actions]:
-    """`rules` by compiled patterns; what is wrong with one goes to `problems`."""
+    """Return `rules` by compiled patterns; what is wrong with one goes to `problems`."""
     by_pattern: dict[re.Pattern[str], Actions] = {}
     for pattern, actions in rules.items():
         try:
@@ -186,12 +186,12 @@ def is_action(action: Any) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """The name that a parameter or module had before adapters were put around it."""
+    """Return the name that a parameter or module had before adapters were put around it."""
     return name.replace(".base_layer.", ".").removesuffix(".base_layer")
 
 
 def matching(rules: Mapping[Any, Any], name: str) -> list[Any]:
-    """The patterns that match the name of a parameter or buffer."""
+    """Return the patterns that match the name of a parameter or buffer."""
     plain = plain_name(name)
     return [pattern for pattern in rules if pattern.search(plain) or pattern.search(name)]
 
@@ -246,7 +246,7 @@ class MatchReport:
 
 
 def match_report(config: Config, module: nn.Module) -> MatchReport:
-    """Which rules match nothing, and which names are matched by several that differ."""
+    """Return which rules match nothing, and which names several different rules match."""
     tensors = chain(
         module.named_parameters(remove_duplicate=False),
         module.named_buffers(remove_duplicate=False),
@@ -273,7 +273,7 @@ def match_report(config: Config, module: nn.Module) -> MatchReport:
 
 
 def state_action(config: Config, names: Iterable[str]) -> StateAction | None:
-    """The action of one tensor, which has these names, in order; None: it stays whole."""
+    """Return the action of one tensor, which has these names, in order; None: it stays whole."""
     for name in names:
         if patterns := matching(config.state_rules, name):
             return config.state_rules[patterns[0]]
@@ -296,7 +296,7 @@ def get_parameter_name_mapping(
 
 
 def renamed(name: str, is_wrapped: Callable[[str], bool]) -> str:
-    """`name` with `tp_wrapped_module` behind each module that is wrapped."""
+    """Return `name` with `tp_wrapped_module` behind each module that is wrapped."""
     parts = name.split(".")
     new = ["tp_wrapped_module"] if is_wrapped("") else []
     for at, part in enumerate(parts):
@@ -307,7 +307,7 @@ def renamed(name: str, is_wrapped: Callable[[str], bool]) -> str:
 
 
 def add_lora_rules(model: nn.Module, config: Config) -> Config:
-    """`config` with rules for the low-rank adapters of layers that it cuts.
+    """Return `config` with rules for the low-rank adapters of layers that it cuts.
 
     An adapter adds B A x to a layer's output. Where the layer is cut by outputs B is cut like it,
     where it is cut by inputs A is, and the ranks' products add up as the layer's do.

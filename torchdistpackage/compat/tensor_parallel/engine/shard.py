@@ -48,7 +48,7 @@ SIZES = (
 def make_shard(
     module: nn.Module, device: torch.device | str, config: Config, *, rank: int, world_size: int
 ) -> tuple[nn.Module, set[str]]:
-    """The shard of `rank` on `device`, and the names, in the shard, of what a rule cut.
+    """Return the shard of `rank` on `device`, and the names, in the shard, of what a rule cut.
 
     config: with its collectives bound, see `Config.bound`.
 
@@ -94,7 +94,7 @@ def make_distributed_shard(
     *,
     group: Group | None = None,
 ) -> tuple[nn.Module, set[str]]:
-    """The shard of this process, and the names of what a rule cut.
+    """Return the shard of this process, and the names of what a rule cut.
 
     group: the ranks that hold one shard each; default tpc's tensor group, or all ranks. The bare
     shard leaves partial gradients on what it holds whole: `tensor_parallel(module,
@@ -133,7 +133,7 @@ def check_num_parts(config: Config, world_size: int) -> None:
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, each once, under its first name."""
+    """Return parameters and buffers, each once, under its first name."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
@@ -154,14 +154,14 @@ def state_actions(module: nn.Module, config: Config) -> dict[str, StateAction]:
 
 
 def named_aliases(module: nn.Module) -> list[tuple[Tensor, list[str]]]:
-    """Each parameter and buffer with all its names."""
+    """Return each parameter and buffer with all its names."""
     aliases = find_tied_weight_aliases(module)
     tensors = {id(tensor): tensor for tensor in tensors_of(module).values()}
     return [(tensors[key], names) for key, names in aliases.items()]
 
 
 def emptied(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the same kind without elements, for the copy of a module to hold."""
+    """Return a tensor of the same kind without elements, for the copy of a module to hold."""
     place = tensor.device if tensor.device.type == "meta" else device
     empty = torch.empty(0, dtype=tensor.dtype, device=place)
     return nn.Parameter(empty, tensor.requires_grad) if is_parameter(tensor) else empty
@@ -224,7 +224,7 @@ def is_wrapped(config: Config, names: Collection[str]) -> bool:
 def wrapped_module(
     config: Config, module: nn.Module, names: list[str], rank: int, world_size: int
 ) -> nn.Module | None:
-    """`module` with what the plan does around it; None: nothing."""
+    """Return `module` with what the plan does around it; None: nothing."""
     if not is_wrapped(config, names):
         return None
     inputs: dict[Any, Any] = {}
@@ -291,6 +291,8 @@ def check_plan(config: Config, module: nn.Module) -> None:
 
 
 def parameter_actions(module: nn.Module, config: Config) -> Mapping[str, StateAction]:
-    """The action of each parameter, by its name in the original module; `WHOLE` without a rule."""
+    """Return the action of each parameter, by its name in the original module; `WHOLE` without a
+    rule.
+    """
     cut = state_actions(module, config)
     return {name: cut.get(name, WHOLE) for name, _ in module.named_parameters()}

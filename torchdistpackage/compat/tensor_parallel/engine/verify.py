@@ -52,7 +52,7 @@ NUM_TRIALS = 3
 def why_not_compared(
     module: nn.Module, devices: Sequence[torch.device], by_rules: bool, wanted: bool | None
 ) -> str | None:
-    """Why `tensor_parallel` does not compare; None: it does.
+    """Return why `tensor_parallel` does not compare; None: it does.
 
     wanted: what its caller said.
     """
@@ -73,7 +73,7 @@ def why_not_compared(
 
 
 def described(why_not: str | None) -> str:
-    """The same in words."""
+    """Return the comparison in words."""
     if why_not is None:
         return f"compared with the unsplit module's, to {TOLERANCE:.0e} of its largest output"
     return f"not compared with the unsplit module's: {why_not}"
@@ -121,7 +121,7 @@ class BothForwards:
         self.casts: dict[torch.dtype, torch.dtype] = {}
 
     def result(self) -> float | str:
-        """The largest difference, or why nothing was compared.
+        """Return the largest difference, or why nothing was compared.
 
         Raises:
             LayoutError: it is more than rounding.
@@ -207,7 +207,9 @@ class BothForwards:
         return twin.call_shards(list(twin.module_shards), args, kwargs)
 
     def response(self, expected: Sequence[Tensor]) -> float:
-        """How much outputs change where every part's output is rounded a little differently."""
+        """Return how much outputs change where every part's output is rounded a little
+        differently.
+        """
 
         def prepare(twin: nn.Module) -> None:
             for part in twin.modules():
@@ -249,12 +251,12 @@ class BothForwards:
 def with_tensors(
     value: Any, tensors: Callable[[Any], Any], change: Callable[[Tensor], Tensor]
 ) -> Any:
-    """A deep copy of `value`, with `change` of each of its `tensors`."""
+    """Return a deep copy of `value` in which `change` was applied to each of `tensors`."""
     return deepcopy(value, {id(tensor): change(tensor) for tensor in tensors(value)})
 
 
 def kept(tensor: Tensor) -> Tensor:
-    """A parameter itself, of anything else, which a forward may write to, a copy."""
+    """Return a parameter itself, and a copy of anything else, as a forward may write to it."""
     return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
 
 
@@ -285,7 +287,9 @@ def widened(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 
 @contextmanager
 def without_trace(split: Any) -> Iterator[None]:
-    """Inside, nothing is drawn or counted that is seen outside, and nothing is autocast."""
+    """Restore random states after the block, and switch off autocast and counters inside it, so
+    that it leaves no trace.
+    """
     kinds = {"cpu", *(device.type for device in split.devices)}
     states = [(random.getstate, random.setstate)]
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -340,7 +344,9 @@ def differing(first: dict[str, Any], second: dict[str, Any]) -> Iterator[str]:
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """The largest difference as a share of the largest expected number; infinite for shapes."""
+    """Return the largest difference as a share of the largest expected number; infinite for
+    shapes.
+    """
     if actual.shape != expected.shape:
         return float("inf")
     if not alike(actual, expected):
@@ -377,8 +383,9 @@ def rounded(tensor: Tensor) -> Tensor:
 
 
 def shard_modules(root: nn.Module) -> dict[str, nn.Module]:
-    """The parts of a shard by their names in the unsplit module; a layer with rules is what they
-    make of it."""
+    """Return the parts of a shard by their names in the unsplit module; a layer with rules is what
+    they make of it.
+    """
     return {
         name.replace("tp_wrapped_module.", ""): part
         for name, part in root.named_modules()

@@ -111,7 +111,7 @@ class TensorParallelWrapper(nn.Module):
         return target < len(args) if isinstance(target, int) else target in kwargs
 
     def _other_way(self, target: int | str) -> int | str | None:
-        """The name of a parameter of the module's forward for its position, or the reverse.
+        """Return the name of a parameter of the module's forward for its position, or the reverse.
 
         It is asked for only where a rule's target was not given as such: reading a signature takes
         longer than small layers do.
