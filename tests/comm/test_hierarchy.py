@@ -103,7 +103,7 @@ def others() -> None:
     mine = [e for e in recorder.snapshot()["calls"] if e["operation"] == "all_reduce"]
     assert [entry["shape"] for entry in mine[-3:]] == [[500], [CHUNK_BYTES // 8], [500]]
     other = Groups(rank).of([0, 1, 2, 3], use="another")
-    with pytest.raises(CommError, match=r"is of ranks \(0, 1, 2, 3\), not of"):
+    with pytest.raises(CommError, match=r"was made for ranks \(0, 1, 2, 3\), not for"):
         start(torch.ones(500), other, p.SUM)
 
 

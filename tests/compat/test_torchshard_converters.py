@@ -180,7 +180,7 @@ def again() -> None:
     convert(first, 1)  # the same once more
     assert torch.equal(first[0].weight, kept)
     for dim in (0, None):
-        with pytest.raises(LayoutError, match=rf"along dim {dim}, and 0 has dim -1; a layer is"):
+        with pytest.raises(LayoutError, match=rf"along dim {dim}, and 0 has dim -1; a layer can"):
             convert(first, dim)
     assert first[0].dim == -1 and torch.equal(first[0].weight, kept)
 

@@ -191,7 +191,7 @@ USER, REPLY = {"role": "user", "content": "a"}, {"role": "assistant", "content":
         ({"messages": [USER, {**REPLY, "content": ""}]}, "message 2, of the assistant, is empty"),
         ({"messages": [1]}, r"message 1 is a int; it has to be \{role, content\}"),
         ({"messages": [USER, REPLY], "tools": {}}, "tools is a dict; it has to be a list"),
-        ({"messages": [{**USER, "content": "\ud800"}, REPLY]}, "the chat is no Unicode text"),
+        ({"messages": [{**USER, "content": "\ud800"}, REPLY]}, "the chat is not Unicode text"),
     ],
 )
 def test_lines_that_are_no_chats_are_named(tmp_path, row, text):

@@ -76,13 +76,13 @@ ANSWER = [REPLY]
         ({"prompt": "a", "chosen": ANSWER, "rejected": ANSWER}, "prompt is a str; it has to be a"),
         ({"prompt": [USER], "chosen": ANSWER, "rejected": []}, "rejected is empty"),
         ({"prompt": [USER], "chosen": ANSWER, "rejected": ANSWER}, "chosen and rejected are equal"),
-        ({"chosen": ANSWER, "rejected": [USER]}, "prompt is empty, and the answers begin with no"),
+        ({"chosen": ANSWER, "rejected": [USER]}, "prompt is empty, and the answers do not begin"),
         ({"chosen": [USER, REPLY], "rejected": [USER]}, "rejected is empty behind what both begin"),
         (
             {"prompt": [USER], "chosen": [{**REPLY, "content": ""}], "rejected": [{"role": "x"}]},
             "chosen: message 2, of the assistant, is empty; .*: rejected: message 2 has no content",
         ),
-        ({**texts("a", "b", "c"), "chosen": "\ud800"}, "chosen is no Unicode text"),
+        ({**texts("a", "b", "c"), "chosen": "\ud800"}, "chosen is not Unicode text"),
     ],
 )
 def test_lines_that_are_no_pairs_are_named(tmp_path, row, text):

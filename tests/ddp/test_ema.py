@@ -258,7 +258,7 @@ def with_zero(stage: int) -> None:
         optimizer.zero_grad()
         net(x).square().sum().backward()
         if stage == 3:
-            with pytest.raises(CommError, match=r"finish\(\) on all of them"):
+            with pytest.raises(CommError, match=r"finish\(\) on all of these"):
                 ema.update(net, DECAY)
         optimizer.step()
         if stage == 3:

@@ -25,7 +25,7 @@ def mixed() -> None:
     with pytest.raises(PlacementError, match=r"under\(\) takes a place"), F.under("cpu"):
         pass
     for wrong in ([0, 5], [], [1, 1], None, 0.5):
-        with pytest.raises(PlacementError, match=r"name different ones of \[0, 1\]"):
+        with pytest.raises(PlacementError, match=r"name different ranks out of \[0, 1\]"):
             F.place(wrong)
     with pytest.raises(PlacementError, match="rank 1 has no device cuda:3; it has cpu"):
         F.place(1, "cuda:3")

@@ -260,7 +260,7 @@ def reading(options: dict) -> None:
         mine(x[index * PER_RANK :][:PER_RANK]).square().mean().backward()
         zero.step()
         if zero.stage == 3 and number != 3:
-            with pytest.raises(CommError, match=r"finish\(\) on all of them"):
+            with pytest.raises(CommError, match=r"finish\(\) on all of these"):
                 mine[3].weight.sum()
             zero.finish()
         if number == 0:

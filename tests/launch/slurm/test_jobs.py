@@ -192,7 +192,7 @@ def test_what_sbatch_says_is_passed_on(tmp_path: Path):
     refusal = CompletedCommand(
         1, "", "sbatch: error: Batch job submission failed: Invalid partition\n"
     )
-    with pytest.raises(LaunchError, match=r"does not take .*Invalid partition"):
+    with pytest.raises(LaunchError, match=r"refused .*Invalid partition"):
         sbatch(script, ENV, Scripted(sbatch=refusal))
-    with pytest.raises(LaunchError, match="does not take"):
+    with pytest.raises(LaunchError, match="sbatch refused"):
         sbatch(script, ENV, Scripted(sbatch="queued, trust me\n"))
