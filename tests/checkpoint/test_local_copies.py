@@ -6,6 +6,7 @@ nothing happened to, bit for bit, with dropout.
 
 import errno
 import os
+import pickle
 import shutil
 import signal
 import socket
@@ -23,7 +24,8 @@ from tests.checkpoint.test_kill import params_of, recover
 from tests.train import parity
 from torchdistpackage.checkpoint import file_exchange, local_copies
 from torchdistpackage.checkpoint.commit import candidates, damage, latest, step_of
-from torchdistpackage.checkpoint.local_copies import LocalCopies
+from torchdistpackage.checkpoint.local_copies import LocalCopies, _divided, _named
+from torchdistpackage.checkpoint.manifest import FileFacts
 from torchdistpackage.checkpoint.node_folder import (
     expanded,
     folder_of,
@@ -32,7 +34,7 @@ from torchdistpackage.checkpoint.node_folder import (
     renew_id,
 )
 from torchdistpackage.checkpoint.nodes import neighbours
-from torchdistpackage.checkpoint.save import start_save
+from torchdistpackage.checkpoint.save import file_name, start_save
 from torchdistpackage.checkpoint.snapshot import HostCopies
 from torchdistpackage.checkpoint.writer import write_snapshot
 from torchdistpackage.errors import CheckpointError, RankError
@@ -209,6 +211,29 @@ def test_what_is_damaged_comes_from_the_other_node_or_an_older_copy_does(ranks, 
     assert first == 2 and f"{folder} is not there" in notes[0]
     assert notes[1] == "local copies of step 3 on 1 of 2 nodes"
     assert notes[-1] == "local copies of step 2 are used, and in the run folder now"
+
+
+def test_what_a_rank_reads_at_a_start_does_not_grow_with_the_ranks():
+    """Each node has the files of two, of which each rank checked some; every rank gets its own."""
+    sizes: dict[int, int] = {}
+    for num_ranks in (32, 4096):
+        names = [file_name(rank) for rank in range(num_ranks)]
+        files = {name: FileFacts(1000 + i) for i, name in enumerate(names)}
+        nothing = _named(())
+        told = [
+            (nothing, [names[i], names[(i + 8) % num_ranks]], files if i == 8 else None)
+            for i in range(num_ranks)
+        ]
+        answers = _divided(told).answers
+        assert sorted(name for _, _, share in answers for name in share) == names
+        assert {lost for _, lost, _ in answers} == {""}
+        sizes[num_ranks] = max(len(pickle.dumps(answer)) for answer in answers)
+        told = [(nothing, [], files if i == 8 else None) for i in range(num_ranks)]
+        told[3] = (_named([f"{name} is damaged" for name in names]), [], None)
+        notes, lost, _ = _divided(told).answers[0]
+        assert len(notes) == 9 and notes[-1].endswith(f"usable: {num_ranks - 8} more")
+        assert lost.startswith(f"{num_ranks} of its {num_ranks} files, such as {names[0]}")
+    assert sizes[4096] <= sizes[32] + 32
 
 
 @pytest.mark.full

@@ -13,7 +13,7 @@ import shutil
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from torchdistpackage.checkpoint.commit import (
     candidates,
@@ -27,7 +27,7 @@ from torchdistpackage.checkpoint.commit import (
 )
 from torchdistpackage.checkpoint.file_exchange import FileExchange
 from torchdistpackage.checkpoint.local_work import LocalWork
-from torchdistpackage.checkpoint.manifest import NAME, FileFacts, Manifest, check_manifest
+from torchdistpackage.checkpoint.manifest import FileFacts, read_manifest
 from torchdistpackage.checkpoint.node_folder import (
     ID,
     NodeCheckpoint,
@@ -53,7 +53,7 @@ from torchdistpackage.checkpoint.save import (
 from torchdistpackage.checkpoint.snapshot import Snapshot
 from torchdistpackage.checkpoint.writer import copy_file, write_snapshot
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.primitives import Group
+from torchdistpackage.comm.primitives import ForEach, Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.errors import CheckpointError
 
@@ -113,26 +113,22 @@ class LocalCopies:
         folder = folder_of(self._root, self._run, start)
         newest_step = newest and step_of(newest)
         unusable: list[str] = []
-        own_copies = checkpoints_in(folder, unusable.append) if self._commits else []
-        by_rank = cast(
-            list[list[NodeCheckpoint]], primitives.gather_objects(own_copies, self.group)
-        )
-        self._note_unusable(unusable)
-        for step in sorted({x.step for node in by_rank for x in node}, reverse=True):
-            num_nodes = sum(any(x.step == step for x in node) for node in by_rank)
-            self.notes.append(
-                f"local copies of step {step} on {num_nodes} of {self._num_nodes} nodes"
-            )
-        versions = {(x.step, x.digest) for node in by_rank for x in node}
-        for step, digest in sorted(versions, reverse=True):
+        own_copies = checkpoints_in(folder, unusable.append)
+        versions = [(x.step, x.digest) for x in own_copies]
+        # the other ranks of its node see the same
+        told = (_named(unusable), versions) if self._commits else (_named(()), [])
+        summary = primitives.reduce_objects(told, self._summary, self.group)
+        notes, sources = cast(tuple[list[str], list[tuple[int, str, int]]], summary)
+        self.notes += notes
+        for step, digest, source in sources:
             if newest_step is not None and step <= newest_step:
                 self.notes.append(
                     f"no local copies are used: the run folder has step {newest_step}"
                 )
                 return newest
             path = folder / folder_name(step)
-            matching = [next((x for x in node if x.digest == digest), None) for node in by_rank]
-            if (problem := self._drain_found(path, matching)) is None:
+            own_copy = next((x for x in own_copies if x.digest == digest), None)
+            if (problem := self._drain_found(path, own_copy, source)) is None:
                 self.notes.append(
                     f"local copies of step {step} are used, and in the run folder now"
                 )
@@ -142,14 +138,24 @@ class LocalCopies:
         self.notes.append("no local copies are used: none is whole on the nodes of this start")
         return newest
 
-    def _note_unusable(self, problems: Sequence[str]) -> None:
-        """Add to `notes` the unusable copies that all ranks report, each with its host."""
-        named = [f"{socket.gethostname()}: {text}" for text in problems]
-        gathered = cast(list[list[str]], primitives.gather_objects(named, self.group))
-        all_problems = [text for texts in gathered for text in texts]
-        self.notes += [f"local copies not usable on {text}" for text in all_problems[:_NAMED]]
-        if len(all_problems) > _NAMED:
-            self.notes.append(f"local copies not usable: {len(all_problems) - _NAMED} more")
+    def _summary(self, told: list[Any]) -> object:
+        """Return the notes on what all nodes have, and each version of a checkpoint, the newest
+        first: its step, its digest and the first rank that has it.
+
+        told: problems and versions of each rank.
+        """
+        notes = _unusable([problems for problems, _ in told])
+        sources: dict[tuple[int, str], int] = {}
+        nodes_of: dict[int, int] = {}
+        for rank, (_, versions) in zip(self._ranks, told, strict=True):
+            for step in {step for step, _ in versions}:
+                nodes_of[step] = nodes_of.get(step, 0) + 1
+            for version in versions:
+                sources.setdefault(version, rank)
+        for step in sorted(nodes_of, reverse=True):
+            num_nodes = f"{nodes_of[step]} of {self._num_nodes} nodes"
+            notes.append(f"local copies of step {step} on {num_nodes}")
+        return notes, [(*version, sources[version]) for version in sorted(sources, reverse=True)]
 
     def begin(self) -> None:
         """Create the folders of this start, and remove stale ones, such as those of earlier starts.
@@ -167,45 +173,42 @@ class LocalCopies:
                 make_folder(self.path, self._checkpoints, self._start)
                 remove_stale(self.path, self._checkpoints)
 
-    def _drain_found(self, path: Path, has: Sequence[NodeCheckpoint | None]) -> str | None:
+    def _drain_found(self, path: Path, own_copy: NodeCheckpoint | None, source: int) -> str | None:
         """Copy a local checkpoint to the run's folder; return what is wrong with it, or None.
 
-        has: what each rank's node has of it; None for ranks that do not commit.
+        own_copy: what this rank's node has of it. source: a rank whose node has some of it.
         """
-        first = next(i for i, node in enumerate(has) if node is not None)
-        is_source = self._rank == self._ranks[first]
-        text = primitives.broadcast_object(
-            _read(path / NAME) if is_source else "", self.group, self._ranks[first]
-        )
-        try:
-            manifest = Manifest.from_json(str(text))
-            check_manifest(manifest, path)
-        except CheckpointError as error:
-            return str(error)
-        of_committer = has[self._ranks.index(self.committer)]
-        share = (
-            ()
-            if of_committer is None
-            else of_committer.files[self._node.index(self._rank) :: len(self._node)]
-        )
-        problems = {name: _problem(path / name, manifest.files[name]) for name in share}
+        manifest, problem = None, ""
+        if own_copy is not None:
+            try:
+                manifest = read_manifest(path)
+            except (OSError, CheckpointError) as error:
+                problem = str(error)
+        # the list of all files stays on the nodes that have it: it grows with the ranks
+        facts = manifest and (manifest.step, manifest.tokens, manifest.degrees, manifest.facts)
+        sent = primitives.broadcast_object((facts, problem), self.group, source)
+        facts, problem = cast(tuple[Any, str], sent)
+        if problem:
+            return problem
+        at = self._node.index(self._rank)
+        share: Sequence[str] = ()
+        files: Files = {}
+        if own_copy is not None and manifest is not None:
+            share, files = own_copy.files[at :: len(self._node)], manifest.files
+        problems = {name: _problem(path / name, files[name]) for name in share}
         intact = [name for name, problem in problems.items() if not problem]
-        self._note_unusable([problem for problem in problems.values() if problem])
-        by_rank = cast(list[list[str]], primitives.gather_objects(intact, self.group))
-        lost = sorted(set(manifest.files) - {name for names in by_rank for name in names})
+        unusable = _named([problem for problem in problems.values() if problem])
+        told = unusable, intact, files if self._rank == source else None
+        answer = primitives.reduce_objects(told, _divided, self.group)
+        notes, lost, own_files = cast(tuple[list[str], str, list[str]], answer)
+        self.notes += notes
         if lost:
-            return (
-                f"{len(lost)} of its {len(manifest.files)} files, such as {lost[0]}, are whole on "
-                f"no node of this start"
-            )
-        own_files = _shared_out(manifest.files, by_rank)[self.group.rank()]
+            return lost
 
         def copy(temporary: Path, cancelled: Callable[[], bool]) -> Files:
-            return {
-                x: _copied(path / x, temporary, manifest.files[x], cancelled) for x in own_files
-            }
+            return {x: _copied(path / x, temporary, files[x], cancelled) for x in own_files}
 
-        saved = SaveFacts(manifest.step, manifest.tokens, manifest.degrees, manifest.facts)
+        saved = SaveFacts(*facts)
         target = SharedFolder(self._checkpoints, None, self.group)
         PendingSave(target, saved, copy, in_thread=False).finish()
         return None
@@ -267,12 +270,49 @@ class LocalCopies:
         self._exchange.close()
 
 
+def _named(problems: Sequence[str]) -> tuple[list[str], int]:
+    """Return the first problems of this host, with its name, and the number of all."""
+    return [f"{socket.gethostname()}: {text}" for text in problems[:_NAMED]], len(problems)
+
+
+def _unusable(told: Sequence[tuple[list[str], int]]) -> list[str]:
+    """Return the notes on copies that cannot be used. told: `_named` of each rank."""
+    named = [text for texts, _ in told for text in texts][:_NAMED]
+    notes = [f"local copies not usable on {text}" for text in named]
+    if num_more := sum(num for _, num in told) - len(named):
+        notes.append(f"local copies not usable: {num_more} more")
+    return notes
+
+
+def _divided(told: list[Any]) -> ForEach:
+    """Return for each rank the notes, what the checkpoint lacks ("": nothing), and the files that
+    the rank copies.
+
+    told: problems and intact files of each rank, and from one rank the files of the checkpoint.
+    """
+    notes = _unusable([problems for problems, _, _ in told])
+    files = cast(Files, next(files for _, _, files in told if files is not None))
+    by_rank = [names for _, names, _ in told]
+    lost = sorted(set(files) - {name for names in by_rank for name in names})
+    if not lost:
+        return ForEach([(notes, "", share) for share in _shared_out(files, by_rank)])
+    text = (
+        f"{len(lost)} of its {len(files)} files, such as {lost[0]}, are whole on no node of this "
+        f"start"
+    )
+    return ForEach([(notes, text, []) for _ in told])
+
+
 def _shared_out(files: Files, intact: Sequence[Sequence[str]]) -> list[list[str]]:
     """Return the files that each rank copies, chosen from the intact ones on its node."""
+    holders: dict[str, list[int]] = {}
+    for rank, names in enumerate(intact):
+        for name in names:
+            holders.setdefault(name, []).append(rank)
     shares: list[list[str]] = [[] for _ in intact]
     loads = [0] * len(intact)
     for name in sorted(files):
-        rank = min((i for i, names in enumerate(intact) if name in names), key=lambda i: loads[i])
+        rank = min(holders[name], key=lambda i: loads[i])
         shares[rank].append(name)
         loads[rank] += files[name].size_bytes
     return shares
@@ -284,14 +324,6 @@ def _copied(
     """Copy one file into the temporary folder, checking its checksum."""
     with path.open("rb") as file:
         return copy_file(file, temporary / path.name, expected, cancelled)
-
-
-def _read(path: Path) -> str:
-    """Return the text of a file; "" if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 def _problem(path: Path, expected: FileFacts) -> str:

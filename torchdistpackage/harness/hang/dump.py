@@ -139,6 +139,7 @@ class Folder:
         self.report = parent / f"hang.{start}.txt"
         self._alarm, self._reported = self.path / "alarm", self.path / "reported"
         self._hosts = self.path / "hosts"
+        self._seen: dict[int, tuple[object, Dump]] = {}
 
     def make(self) -> None:
         """Make the folder, with the files that all ranks share."""
@@ -173,7 +174,14 @@ class Folder:
                 contextlib.suppress(ValueError, TypeError, KeyError, OSError),
                 open(name, encoding="utf-8") as file,  # noqa: PTH123
             ):
-                dumps[rank] = from_json(file.read())
+                # opened each time, so that a network file system looks again; what it found
+                # before is as it was, as a dump is replaced as a whole
+                at = os.fstat(file.fileno())
+                version = at.st_ino, at.st_mtime_ns, at.st_size
+                seen = self._seen.get(rank)
+                if seen is None or seen[0] != version:
+                    self._seen[rank] = seen = version, from_json(file.read())
+                dumps[rank] = seen[1]
         return dumps
 
     def read_host(self, host: str) -> dict[int, Dump]:

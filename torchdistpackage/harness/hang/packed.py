@@ -7,7 +7,7 @@ import base64
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 _PACKED = "z"
@@ -28,32 +28,92 @@ class RankTuple(tuple[int, ...]):
         return self._hash
 
 
+class CallColumns:
+    """Calls of a snapshot by column, but for their ages; ranks that say the same share one.
+
+    kinds: what calls repeat. places: of each call the place of its kind. sequences, states: of
+    each call.
+    """
+
+    def __init__(
+        self,
+        kinds: Sequence[Mapping[str, Any]],
+        places: Sequence[int],
+        sequences: Sequence[int],
+        states: Sequence[str],
+    ) -> None:
+        if len({len(places), len(sequences), len(states)}) > 1:
+            raise ValueError("a call is incomplete")
+        if set(places) - {*range(len(kinds))}:
+            raise ValueError("a call has no kind")
+        self.kinds, self.places = kinds, places
+        self.sequences, self.states = sequences, states
+
+    @cached_property
+    def waiting(self) -> list[int]:
+        """The places of the calls that block the host."""
+        return [i for i, state in enumerate(self.states) if state == "waiting"]
+
+    @cached_property
+    def last(self) -> list[tuple[int, int]]:
+        """(group, place) of the last call of each line, of those that block no host."""
+        lines = [_line(kind) for kind in self.kinds]
+        last = {lines[place]: i for i, place in enumerate(self.places)}
+        return [(line[0], i) for line, i in last.items() if self.states[i] != "waiting"]
+
+    @cached_property
+    def by_sequence(self) -> dict[int, list[int]]:
+        """Number of a call -> the places of calls with it, the last one first."""
+        found: dict[int, list[int]] = {}
+        for i in range(len(self.places) - 1, -1, -1):
+            found.setdefault(self.sequences[i], []).append(i)
+        return found
+
+
+def _line(call: Mapping[str, Any]) -> tuple[int, Any, str]:
+    """The fields shared by calls that wait for each other in turn, of one rank; see
+    `RecordedCall.line`.
+    """
+    peer = call["peer"]
+    return call["group"], peer, call["operation"] if peer is not None else ""
+
+
 class CallRows(Sequence[dict[str, Any]]):
     """Calls of a snapshot, each put together when it is asked for: few of thousands of ranks' are.
 
-    kinds: what calls repeat. rows: of each call the place of its kind, and the values of `_EACH`.
+    ages: of each call in seconds, or the text of their list.
     """
 
-    def __init__(self, kinds: Sequence[Mapping[str, Any]], rows: Sequence[Sequence[Any]]) -> None:
-        if {len(row) for row in rows} - {4} or {row[0] for row in rows} - {*range(len(kinds))}:
-            raise ValueError("a call is incomplete")
-        self.kinds, self.rows = kinds, rows
+    def __init__(self, columns: CallColumns, ages: Sequence[float] | str) -> None:
+        self.columns, self._ages = columns, ages
 
     @classmethod
     def of(cls, calls: Sequence[dict[str, Any]]) -> "CallRows":
         """Return calls that are not packed as if they were."""
         if isinstance(calls, CallRows):
             return calls
-        return cls(calls, [(i, *(call[name] for name in _EACH)) for i, call in enumerate(calls)])
+        kinds = [{name: x for name, x in call.items() if name not in _EACH} for call in calls]
+        numbers, states = ([call[name] for call in calls] for name in ("sequence", "state"))
+        columns = CallColumns(kinds, range(len(calls)), numbers, states)
+        return cls(columns, [call["age_s"] for call in calls])
+
+    @property
+    def ages(self) -> Sequence[float]:
+        if isinstance(self._ages, str):
+            self._ages = json.loads(self._ages)
+        if len(self._ages) != len(self):
+            raise ValueError("a call is incomplete")
+        return self._ages
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.columns.places)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        place, sequence, age_s, state = self.rows[index]
-        return {**self.kinds[place], "sequence": sequence, "age_s": age_s, "state": state}
+        columns = self.columns
+        each = {"sequence": columns.sequences[index], "state": columns.states[index]}
+        return {**columns.kinds[columns.places[index]], **each, "age_s": self.ages[index]}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
@@ -64,19 +124,23 @@ class CallRows(Sequence[dict[str, Any]]):
 def pack(fields: dict[str, Any]) -> str:
     """Return the fields of a dump as text. The lists of ranks in its snapshot become short."""
     kinds: list[dict[str, Any]] = []
+    places: list[int] = []
+    calls: Sequence[dict[str, Any]] = ()
     if snapshot := fields.get("snapshot"):
         groups = [{**group, "ranks": _strides(group["ranks"])} for group in snapshot["groups"]]
-        places: dict[str, int] = {}
-        rows: list[list[Any]] = []
-        for call in snapshot["calls"]:
+        calls = snapshot["calls"]
+        place_of: dict[str, int] = {}
+        for call in calls:
             kind = {name: x for name, x in call.items() if name not in _EACH}
-            place = places.setdefault(str(kind), len(kinds))
+            place = place_of.setdefault(str(kind), len(kinds))
             if place == len(kinds):
                 kinds.append(kind)
-            rows.append([place, *(call[name] for name in _EACH)])
-        fields = {**fields, "snapshot": {**snapshot, "groups": groups, "calls": rows}}
+            places.append(place)
+        fields = {**fields, "snapshot": {**snapshot, "groups": groups, "calls": ()}}
+    sequences, ages, states = ([call[name] for call in calls] for name in _EACH)
     # apart from what differs: most ranks say the same, which is then read once
-    parts = [{**fields, "stacks": ()}, kinds, list(fields["stacks"])]
+    alike = {"kinds": kinds, "places": places, "sequences": sequences, "states": states}
+    parts = [{**fields, "stacks": ()}, alike, list(fields["stacks"]), ages]
     text = "\0".join(json.dumps(part, separators=(",", ":")) for part in parts)
     return _PACKED + base64.b64encode(zlib.compress(text.encode(), 6)).decode()
 
@@ -89,10 +153,12 @@ def unpack(text: str) -> dict[str, Any]:
         parts = zlib.decompress(base64.b64decode(text[1:])).decode().split("\0")
     except zlib.error as error:
         raise ValueError(f"it is incomplete: {error}") from error
+    if len(parts) != 4:
+        raise ValueError(f"it has {len(parts)} parts, not 4")
     fields: dict[str, Any] = json.loads(parts[0])
-    kinds, fields["stacks"] = _known(parts[1]), _known(parts[2])
+    columns, fields["stacks"] = _columns(parts[1]), _known(parts[2])
     if snapshot := fields.get("snapshot"):
-        snapshot["calls"] = CallRows(kinds, snapshot["calls"])
+        snapshot["calls"] = CallRows(columns, parts[3])
     for group in (fields.get("snapshot") or {}).get("groups", ()):
         if isinstance(strides := group["ranks"], dict):
             first, *dims = strides["strides"]
@@ -103,6 +169,11 @@ def unpack(text: str) -> dict[str, Any]:
 @lru_cache(256)
 def _known(text: str) -> list[Any]:
     return json.loads(text)
+
+
+@lru_cache(256)
+def _columns(text: str) -> CallColumns:
+    return CallColumns(**json.loads(text))
 
 
 def _strides(ranks: Sequence[int]) -> Sequence[int] | dict[str, list[Any]]:

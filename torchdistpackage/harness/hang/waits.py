@@ -10,7 +10,7 @@ from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.harness.hang.packed import CallRows, RankTuple
@@ -27,8 +27,7 @@ GroupKey = tuple[tuple[int, ...], int]
 Alike = TypeVar("Alike")
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedCall:
+class RecordedCall(NamedTuple):
     """One call of a comm.flight_recorder.RecorderSnapshot. on_device: that waits, not the host."""
 
     group: GroupKey
@@ -146,34 +145,39 @@ class RankRecord:
         """All calls of the snapshot, oldest first. They are decoded late, as a report over
         thousands of ranks needs few of them.
         """
-        return list(map(self._call, self._calls))
+        return list(map(self._call, range(len(self._calls))))
 
-    def _call(self, call: Mapping[str, Any]) -> RecordedCall:
-        at = call["group"]
+    def _call(self, i: int) -> RecordedCall:
+        columns = self._calls.columns
+        kind = columns.kinds[columns.places[i]]
+        at = kind["group"]
         return RecordedCall(
-            **{**call, "group": self._keys[at], "shape": tuple(call["shape"])},
-            axis=self._groups[at]["axis"],
-            on_device=self._on_device[at],
+            self._keys[at],
+            kind["operation"],
+            columns.sequences[i],
+            tuple(kind["shape"]),
+            kind["dtype"],
+            kind["peer"],
+            kind["action"],
+            columns.states[i],
+            self._calls.ages[i],
+            self._groups[at]["axis"],
+            self._on_device[at],
         )
 
     def pending(self) -> list[RecordedCall]:
         """Return the calls that block the host, and the last call in which each device may wait."""
-        lines, rows = [_line(kind) for kind in self._calls.kinds], self._calls.rows
-        last = {lines[row[0]]: i for i, row in enumerate(rows)}
-        chosen = [i for i, row in enumerate(rows) if row[3] == "waiting"]
-        chosen += [
-            i for line, i in last.items() if self._on_device[line[0]] and rows[i][3] != "waiting"
-        ]
-        return [self._call(self._calls[i]) for i in chosen]
+        columns = self._calls.columns
+        chosen = [*columns.waiting, *(i for group, i in columns.last if self._on_device[group])]
+        return list(map(self._call, chosen))
 
     def matching(self, call: RecordedCall, rank: int) -> RecordedCall | None:
         """Return this rank's call that must meet `call` of `rank`, if the record still has it."""
-        kinds, rows = self._calls.kinds, self._calls.rows
-        for i in range(len(rows) - 1, -1, -1):
-            place, sequence = rows[i][0], rows[i][1]
-            if sequence != call.sequence or self._keys[kinds[place]["group"]] != call.group:
+        columns = self._calls.columns
+        for i in columns.by_sequence.get(call.sequence, ()):
+            if self._keys[columns.kinds[columns.places[i]]["group"]] != call.group:
                 continue
-            recorded = self._call(self._calls[i])
+            recorded = self._call(i)
             if call.peer is None and recorded.peer is None:
                 return recorded
             if recorded.peer == rank and recorded.operation == _OTHER_END.get(call.operation):
@@ -185,14 +189,6 @@ class RankRecord:
         if call.peer is None:
             return self.issued.get(call.group, 0)
         return self.messages.get((call.group, rank, _OTHER_END[call.operation]), 0)
-
-
-def _line(call: Mapping[str, Any]) -> tuple[int, Any, str]:
-    """Return the fields that calls in one line of numbers share, like `RecordedCall.line`, for one
-    rank.
-    """
-    peer = call["peer"]
-    return call["group"], peer, call["operation"] if peer is not None else ""
 
 
 class _Meeting:
