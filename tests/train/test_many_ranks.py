@@ -18,7 +18,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.comm.starting import Start, by_hand
+from torchdistpackage.checkpoint import piece_table
 from torchdistpackage.checkpoint.commit import latest
+from torchdistpackage.checkpoint.save import file_name
 from torchdistpackage.comm import creation, runtime, stored_objects
 from torchdistpackage.comm.backends import Transport, register_transport
 from torchdistpackage.comm.creation import ranks_of
@@ -140,6 +142,14 @@ def counted(folder: Path) -> tuple[list[Bill], int, int]:
         return stores[-1], port
 
     runtime._open_store = open_counting
+    opened_files: list[str] = []
+    open_file = piece_table.safe_open
+
+    def noted(path: Path, *args: Any, **kwargs: Any) -> Any:
+        opened_files.append(path.name)
+        return open_file(path, *args, **kwargs)
+
+    piece_table.safe_open = noted
     bills: list[Bill] = []
 
     def note() -> None:
@@ -157,6 +167,7 @@ def counted(folder: Path) -> tuple[list[Bill], int, int]:
         loop.saver.save(TrainState(step=step))
         loop.saver.flush()
         note()
+    assert opened_files == [file_name(here.rank)] * 2, "each reads the header of its own file"
     groups = {id(g): g for g in dist.distributed_c10d._world.pg_map}
     sizes = sum(len(ranks_of(g)) for g in groups.values())
     num_descriptors = len([*Path("/proc/self/fd").iterdir()])
@@ -207,5 +218,8 @@ def test_what_a_rank_asks_of_the_store_does_not_grow_with_the_ranks(start, tmp_p
             growth = many * math.log(many) / (few * math.log(few))
             assert keeper[many] <= growth * keeper[few], (phase, name, keeper)
     for told in at.values():
+        bills = told[0][0]
+        headers, digests = (bills[i].bytes - bills[i - 1].bytes for i in (2, 3))
+        assert digests < headers, "the second save sends the digests of the same headers"
         for _, num_descriptors, sizes in told:
             assert num_descriptors <= 64 + NODE + sizes
