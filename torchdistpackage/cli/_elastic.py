@@ -15,14 +15,20 @@ AXES = ("pipe", "data", "context", "expert", "tensor")
 """Axes, each a column of degrees."""
 
 
-def elastic_table(source: str, run: RunConfig, nodes: str, ranks_per_node: int | None) -> str:
-    """Return for each number of nodes the degrees that a run would have, or why it cannot run."""
+def node_span(nodes: str) -> range:
+    """Return the numbers of nodes that `A..B` names."""
     span = re.fullmatch(r"([1-9]\d{0,4})\.\.([1-9]\d{0,4})", nodes)
     if span is None or int(span[1]) > int(span[2]):
         raise typer.BadParameter(
             f"{nodes} is no range; write the fewest and the most nodes, such as 1..4",
             param_hint="--nodes",
         )
+    return range(int(span[1]), int(span[2]) + 1)
+
+
+def elastic_table(source: str, run: RunConfig, nodes: str, ranks_per_node: int | None) -> str:
+    """Return for each number of nodes the degrees that a run would have, or why it cannot run."""
+    span = node_span(nodes)
     per_node = ranks_per_node
     if per_node is None:
         shape = job_shape(run) if run.launch.slurm else None
@@ -34,7 +40,7 @@ def elastic_table(source: str, run: RunConfig, nodes: str, ranks_per_node: int |
     rows: list[Sequence[object]] = [
         ("NODES", "RANKS", *AXES, "ACCUMULATE", "MICROBATCH", "BUBBLE", "")
     ]
-    for number in range(int(span[1]), int(span[2]) + 1):
+    for number in span:
         world = number * per_node
         try:
             fitted = elastic_plan(run, world, source)

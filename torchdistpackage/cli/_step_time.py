@@ -55,7 +55,7 @@ def summary_line(estimate: Prediction) -> str:
     if isinstance(time, str):
         return time
     return (
-        f"{_seconds(time.step.total)} predicted on {device.name}, {time.gpu_hours:,.3g} "
+        f"{seconds_text(time.step.total)} predicted on {device.name}, {time.gpu_hours:,.3g} "
         f"GPU-hours in all; --time prints its terms"
     )
 
@@ -72,11 +72,11 @@ def time_table(estimate: Prediction | None) -> str:
         return f"{head}\n" + wrap(f"  {time}", indent="  ")
     total = time.step.total
     lines = [
-        f"  {term:<{_WIDTH}}{_seconds(seconds):>10} {seconds / total:7.1%}"
+        f"  {term:<{_WIDTH}}{seconds_text(seconds):>10} {seconds / total:7.1%}"
         for term, seconds in time.step.terms.items()
         if seconds > _LEAST_S
     ]
-    lines.append(f"  {'step':<{_WIDTH}}{_seconds(total):>10}")
+    lines.append(f"  {'step':<{_WIDTH}}{seconds_text(total):>10}")
     notes = [
         ("speed", f"{time.step_tokens / total:,.0f} tokens a second, MFU {time.utilization:.1%}"),
         ("run", _run(time)),
@@ -120,8 +120,9 @@ def compare_table(plan: Plan, estimate: Prediction | None, folder: Path) -> str:
 def _compared(term: ComparedTerm) -> str:
     sign = "-" if term.difference_s < 0 else "+"
     return (
-        f"  {term.name:<{_WIDTH}}{_seconds(term.predicted_s):>10}{_seconds(term.measured_s):>10}"
-        f"{sign + _seconds(abs(term.difference_s)):>12}"
+        f"  {term.name:<{_WIDTH}}{seconds_text(term.predicted_s):>10}"
+        f"{seconds_text(term.measured_s):>10}"
+        f"{sign + seconds_text(abs(term.difference_s)):>12}"
     )
 
 
@@ -131,7 +132,7 @@ def _wrong(compared: Comparison) -> str:
     share = abs(term.difference_s) / compared.step.measured_s
     more = "more" if term.difference_s > 0 else "less"
     return (
-        f"{term.name} takes {_seconds(abs(term.difference_s))} {more} than predicted, "
+        f"{term.name} takes {seconds_text(abs(term.difference_s))} {more} than predicted, "
         f"{share:.0%} of the step"
     )
 
@@ -155,7 +156,8 @@ def _known(estimate: Prediction | None, option: str) -> Prediction:
     return estimate
 
 
-def _seconds(seconds: float) -> str:
+def seconds_text(seconds: float) -> str:
+    """Return a time in seconds or milliseconds."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 

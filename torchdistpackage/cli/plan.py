@@ -39,6 +39,7 @@ ESTIMATES = "torchdistpackage.plan.estimate:estimates"
 TIMELINE = "torchdistpackage.plan.estimate:timeline_with_messages"
 ELASTIC, CHECK_NODES = (f"torchdistpackage.plan.elastic:{x}" for x in ("fitted", "check_nodes"))
 TABLE = "torchdistpackage.cli._elastic:elastic_table"
+SEARCH = "torchdistpackage.cli._search:search_text"
 PREDICTED, STEP_LINE, STEP_TABLE, COMPARED = (
     f"torchdistpackage.cli._step_time:{x}"
     for x in ("predicted", "summary_line", "time_table", "compare_table")
@@ -145,6 +146,22 @@ def plan(
             help="Print instead a table of the degrees that the run would have on A to B nodes.",
         ),
     ] = None,
+    search: Annotated[
+        bool,
+        typer.Option(
+            "--search",
+            help="Print instead the ten layouts whose predicted step is fastest, of those that "
+            "fit; with --nodes on each number of nodes.",
+        ),
+    ] = False,
+    apply: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="With --search: write a copy of CONFIG with layout N, CONFIG-layoutN.yaml.",
+        ),
+    ] = None,
     picture: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Draw the nodes, their ranks and groups to FILE (SVG)."),
@@ -160,6 +177,23 @@ def plan(
             "needs --profile FILE, which has the times of messages; add it",
             param_hint="--forward-s",
         )
+    if apply is not None and not search:
+        raise typer.BadParameter("goes with --search; add it", param_hint="--apply")
+    if search:
+        measured = None if profile is None else (profile, resolve(READ_PROFILE)(profile))
+        typer.echo(
+            resolve(SEARCH)(
+                config,
+                overrides or [],
+                world,
+                ranks_per_node,
+                nodes,
+                device,
+                measured,
+                apply,
+            )
+        )
+        return
     if nodes is not None:
         typer.echo(resolve(TABLE)(config, load(config, overrides or []), nodes, ranks_per_node))
         return

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from torchdistpackage.layout.mark import Layouts
 from torchdistpackage.models.gpt_layout import (
@@ -48,6 +49,7 @@ def layer_numbers(
         yield replace(half, layer=name)
 
 
+@lru_cache(maxsize=16)
 def piece_costs(shape: GPTShape) -> tuple[float, ...]:
     """Return the floating-point operations of each piece's forward, per token, at full sequence
     length.

@@ -7,6 +7,7 @@ Refusals        refusals (files, your modules, texts, the checkpoint; looked at 
                 is started), resume_check, user_code.
 Other ranks     elastic (the same run on another number of ranks), shrink (`tdp comm lint`).
 Costs           traffic (bytes of a step), context_plan, expert_plan; estimate (seconds of
-                messages, `tdp plan --profile`), step_time (of a step, `tdp plan --time`).
+                messages, `tdp plan --profile`), step_time (of a step, `tdp plan --time`),
+                layout_search (of all layouts, the fastest that fit).
 Parity          parity_plan, parity_model, smaller_arguments (what `tdp parity` runs).
 """

@@ -37,16 +37,18 @@ def unpredicted_memory(plan: Plan) -> str | None:
     return None
 
 
-def largest_peak(plan: Plan, loads: Sequence[StageLoad] = ()) -> RankPeak:
+def largest_peak(
+    plan: Plan, loads: Sequence[StageLoad] = (), *, on_gpu: bool | None = None
+) -> RankPeak:
     """Return the rank that needs most, of a plan for which `unpredicted_memory` has no reason.
 
-    loads: its `stage_loads`, where they are known.
+    loads: its `stage_loads`, where they are known. on_gpu: as in `peak_memory`.
     """
     loads = loads or stage_loads(plan)
     largest = max(loads, key=lambda load: load.memory.total_bytes).index
     mesh = plan.topology.dense
     ranks = [mesh.rank({"pipe": i}) for i in sorted({0, largest, len(loads) - 1})]
-    peaks = [RankPeak(rank, peak_memory(plan, rank)) for rank in ranks]
+    peaks = [RankPeak(rank, peak_memory(plan, rank, on_gpu=on_gpu)) for rank in ranks]
     return max(peaks, key=lambda each: each.peak.total)
 
 

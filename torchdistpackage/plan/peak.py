@@ -249,6 +249,17 @@ def _stage_bytes(plan: Plan, stage: int, of: Microbatch, on_gpu: bool) -> _Stage
     )
 
 
+def least_kept(plan: Plan, pieces: Sequence[int], *, on_gpu: bool) -> float:
+    """Return bytes that a micro-batch keeps at least from the forward of these pieces to their
+    backward, on a plan whose layouts are not asked for."""
+    assert plan.model is not None
+    absent = {"turned queries and keys", *(("scores",) if on_gpu else ())}
+    layers = plan.model.layer_numbers(pieces, microbatch(plan, 0))
+    return sum(
+        num_bytes for x in layers for kind, num_bytes in x.kept.items() if kind not in absent
+    )
+
+
 def _units(layers: Sequence[LayerNumbers]) -> list[list[int]]:
     """Return the layers of each block together, as they are computed again."""
     units: dict[str, list[int]] = {}

@@ -35,7 +35,7 @@ from torchdistpackage.plan.memory import (
 )
 from torchdistpackage.plan.stage_partition import ModelUnits, Stages
 from torchdistpackage.plan.stage_partition import stages as find_stages
-from torchdistpackage.schedule.actions import ActionKind, Schedule, flatten
+from torchdistpackage.schedule.actions import ActionKind, Program, Schedule, flatten
 from torchdistpackage.schedule.engine import Timeline
 from torchdistpackage.topology.mesh import Topology, describe, topology
 
@@ -262,7 +262,7 @@ def _refuse_compiled_halves(plan: Plan, source: str) -> None:
     config, programs = plan.config, plan.schedule.programs
     if config.train.compile == "off":
         return
-    if any(a.kind is ActionKind.W for program in programs for a in flatten(program)):
+    if splits_backward(programs):
         text = (
             f"train.compile={config.train.compile} with pipeline.schedule="
             f"{config.pipeline.schedule}, which computes the gradients of weights apart from those "
@@ -270,6 +270,11 @@ def _refuse_compiled_halves(plan: Plan, source: str) -> None:
             f"interleaved, or compile to off"
         )
         raise ConfigErrors(source, [config.problem("train.compile", text)])
+
+
+def splits_backward(programs: Iterable[Program]) -> bool:
+    """Return whether ranks compute the gradients of weights apart from those of inputs."""
+    return any(a.kind is ActionKind.W for program in programs for a in flatten(program))
 
 
 def local_procs(config: RunConfig) -> int:

@@ -6,7 +6,7 @@ only `auto` weighs several cuts, each with the best order for its costs.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, lru_cache, partial
 
 from torchdistpackage.config.rules_pipeline import custom_schedule, measured_costs
 from torchdistpackage.config.schema import RunConfig
@@ -28,7 +28,7 @@ AUTO_CHUNKS = (1, 2)
 _ROUNDING = 1e-9
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stages:
     """The stages of a run. cut: the pieces of each stage; () for a user's own model. own_cut: the
     same for a user's own model that is cut by time, whose build compares the pieces. costs: the
@@ -39,9 +39,13 @@ class Stages:
     schedule: Schedule
     cut: tuple[range, ...]
     costs: StageCosts
-    timeline: Timeline
     measured: CostsFile | None
     own_cut: tuple[range, ...] = ()
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The prediction of the order by its costs."""
+        return simulate(self.schedule, self.costs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,17 @@ def stages(config: RunConfig, pieces: ModelUnits | None) -> Stages:
     return partitioner.stages(schedule, cut, partitioner.costs(cut, schedule.num_stages))
 
 
+def cut_of(config: RunConfig, pieces: ModelUnits, placement: tuple[int, ...]) -> tuple[range, ...]:
+    """Return the pieces of each stage of a run that is cut without simulating its schedule."""
+    return _Partitioner(config, pieces, None).cut(placement)
+
+
+@lru_cache(maxsize=64)
+def _split(weights: tuple[float, ...], placement: tuple[int, ...]) -> tuple[range, ...]:
+    """Cut once for all plans of a model: a search makes many, and a cut takes up to a second."""
+    return split_by_cost(weights, len(placement), placement=placement)
+
+
 @dataclass(frozen=True, slots=True)
 class _Partitioner:
     """Makes the cuts of one run, and their costs. measured: the content of `pipeline.costs`."""
@@ -91,7 +106,7 @@ class _Partitioner:
     measured: CostsFile | None
 
     def stages(self, schedule: Schedule, cut: tuple[range, ...], costs: StageCosts) -> Stages:
-        return Stages(schedule, cut, costs, simulate(schedule, costs), self.measured)
+        return Stages(schedule, cut, costs, self.measured)
 
     def cut(self, placement: Sequence[int]) -> tuple[range, ...]:
         """Cut the pieces so that the stages share evenly what `pipeline.partition` names.
@@ -107,7 +122,7 @@ class _Partitioner:
         weights = pieces.parameters if partition == "parameters" else pieces.computation
         if partition == "time" and self.measured is not None:
             weights = self.measured.weights(pieces.names)
-        return split_by_cost(weights, len(placement), placement=placement)
+        return _split(tuple(weights), tuple(placement))
 
     def synthesized(self) -> Stages:
         """Return the order and the number of stages per rank that take the least time by their

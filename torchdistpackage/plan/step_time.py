@@ -5,6 +5,7 @@ plan's own. What the model of predict does not cover is said, and not guessed.
 """
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -294,7 +295,7 @@ def layout_of(plan: Plan, ranks_per_node: int = 0) -> StepLayout:
         shards_frozen=False,
         rounds=plan.rounds,
         exchanges=plan.rounds if plan.zero >= 2 else 1,
-        blocks=_blocks(plan) if stages > 1 else (),
+        blocks=blocks_of(plan.pieces, plan.stages) if stages > 1 else (),
         node_size=ranks_per_node,
     )
 
@@ -307,9 +308,9 @@ def _adapts_mlp(plan: Plan) -> bool:
     return any(is_adapter(name) and not name.startswith(tuple(attentions)) for name in plan.layouts)
 
 
-def _blocks(plan: Plan) -> tuple[float, ...]:
-    """Return the number of blocks of each stage; half a block counts 0.5."""
-    names = ([plan.pieces[i] for i in span] for span in plan.stages)
+def blocks_of(pieces: Sequence[str], cut: Iterable[range]) -> tuple[float, ...]:
+    """Return the number of blocks of each stage of a cut; half a block counts 0.5."""
+    names = ([pieces[i] for i in span] for span in cut)
     return tuple(
         sum(0.5 if x.endswith(HALVES) else 1.0 for x in stage if "." in x) for stage in names
     )

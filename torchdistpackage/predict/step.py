@@ -6,8 +6,8 @@ pipeline is timed by schedule/engine.py. A term is what would be saved if its ca
 the order of `TERMS`, and the terms add up to the step.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from torchdistpackage.predict.collectives import Fabric
@@ -82,45 +82,158 @@ def step_time(
     Raises:
         ConfigError: a bandwidth is zero.
     """
-    fabric = fabric or Fabric.of(device, layout.node_size, layout.network_bytes_per_s)
-    costs = LayerCosts(sizes, layout, device, fabric)
-    block, first, last = costs.block(), costs.embedding(), costs.head()
-    stages = layout.pipe * layout.chunks
-    blocks = layout.blocks or (sizes.layers / stages,) * stages
-    stage_times = [BlockTime().plus(block, each) for each in blocks]
-    stage_times[0] = stage_times[0].plus(first)
-    stage_times[-1] = stage_times[-1].plus(last)
-    call_s = HOST_GRAPH_S if layout.graphs else device.call_s or HOST_CALL_S
-    stage_times = [each.behind_host(call_s, device.is_host) for each in stage_times]
-    placement = _placement(layout, schedule) if stages > 1 else (0,)
-    of_rank = [0.0] * layout.pipe
-    for stage, rank in enumerate(placement):
-        of_rank[rank] += blocks[stage]
-    held = {(n, i == placement[0], i == placement[-1]) for i, n in enumerate(of_rank)}
-    data = [_Data(sizes, layout, fabric, *each) for each in held]
-    times = layout.rounds * layout.num_microbatches
-    if stages == 1:
-        whole = stage_times[0]
-        bubble = pipe = 0.0
-    else:
-        whole, bubble, pipe = _pipeline(stage_times, sizes, layout, fabric, schedule)
-    paced = [each.behind_host(call_s, device.is_host) for each in (block, last)]
-    exposed_data = max(
-        each.exposed(paced[0], paced[1] if stages == 1 else BlockTime()) for each in data
-    )
-    terms = {
-        "compute": times * (whole.forward + whole.backward),
-        "recompute": times * whole.recompute,
-        "exposed tensor": times * sum(whole.tensor),
-        "exposed context": times * sum(whole.context),
-        "exposed expert": times * sum(whole.expert),
-        "bubble": layout.rounds * bubble,
-        "exposed pipe": layout.rounds * pipe,
-        "exposed data": exposed_data,
-        "optimizer": _optimizer_seconds(sizes, layout, device),
-        "host and framework": times * sum(whole.host) + _host_seconds(sizes, layout, device),
-    }
-    return StepTime(terms)
+    return StepModel(sizes, device, fabric).time(layout, schedule)
+
+
+@dataclass(slots=True)
+class _Parts:
+    """Seconds of a step besides its microbatches: of exposed data, of the optimizer, and of the
+    step's own work on the host."""
+
+    data: float
+    optimizer: float
+    host: float
+
+
+class StepModel:
+    """Predicts steps of one model on one device. Blocks that layouts share are timed once.
+
+    fabric: measured links; None: those of the device.
+    """
+
+    def __init__(
+        self, sizes: TransformerSizes, device: Accelerator, fabric: Fabric | None = None
+    ) -> None:
+        self.sizes = sizes
+        self.device = device
+        self._fabric = fabric
+        self._pieces: dict[StepLayout, tuple[BlockTime, BlockTime, BlockTime]] = {}
+
+    def time(self, layout: StepLayout, schedule: "Schedule | Ordered | None" = None) -> StepTime:
+        """Return the terms of a step; `schedule` is of the pipe, None: the one the layout names."""
+        stages = layout.pipe * layout.chunks
+        placement = _placement(layout, schedule) if stages > 1 else (0,)
+        parts, stage_times = self._parts(layout, placement), self._stages(layout)
+        if stages == 1:
+            whole = stage_times[0]
+            bubble = pipe = 0.0
+        else:
+            whole, bubble, pipe = _pipeline(
+                stage_times, self.sizes, layout, self._links(layout), schedule
+            )
+        times = layout.rounds * layout.num_microbatches
+        terms = {
+            "compute": times * (whole.forward + whole.backward),
+            "recompute": times * whole.recompute,
+            "exposed tensor": times * sum(whole.tensor),
+            "exposed context": times * sum(whole.context),
+            "exposed expert": times * sum(whole.expert),
+            "bubble": layout.rounds * bubble,
+            "exposed pipe": layout.rounds * pipe,
+            "exposed data": parts.data,
+            "optimizer": parts.optimizer,
+            "host and framework": times * sum(whole.host) + parts.host,
+        }
+        return StepTime(terms)
+
+    def least(self, layout: StepLayout, loads: Sequence["RankLoad"], *, splits: bool) -> float:
+        """Return seconds of computation and messages that no order of the stages undercuts.
+
+        loads: of the pipe ranks, by `rank_loads`. splits: orders may put off the gradients of
+        weights, so no rank waits after its backwards.
+        """
+        timed = self._timed(layout)
+        work, opening, closing = (sum(x.pass_s) for x in timed)
+        before, first = (work, opening) if not splits else (x.pass_s[0] for x in timed[:2])
+        message = _message_seconds(self.sizes, layout, self._links(layout)) * (1 if splits else 2)
+        m = layout.num_microbatches
+        return layout.rounds * max(
+            x.blocks_before * before
+            + x.moves * message
+            + (0.0 if x.is_first else first)
+            + m * (x.blocks * work + x.is_first * opening + x.is_last * closing)
+            for x in loads
+        )
+
+    def rest(self, layout: StepLayout, placement: Sequence[int]) -> float:
+        """Return the seconds of exposed data, of the optimizer and of the step's own work."""
+        parts = self._parts(layout, placement)
+        return parts.data + parts.optimizer + parts.host
+
+    def least_work(self, layout: StepLayout) -> float:
+        """Return seconds that no schedule, cut or stage of ZeRO undercuts: the mean work of a pipe
+        rank."""
+        block, first, last = self._timed(layout)
+        total = sum(first.pass_s) + sum(last.pass_s) + self.sizes.layers * sum(block.pass_s)
+        return layout.rounds * layout.num_microbatches * total / layout.pipe
+
+    def _stages(self, layout: StepLayout) -> list[BlockTime]:
+        block, first, last = self._timed(layout)
+        stages = layout.pipe * layout.chunks
+        blocks = layout.blocks or (self.sizes.layers / stages,) * stages
+        ends = [(each, False, False) for each in blocks]
+        ends[0] = (blocks[0], True, stages == 1)
+        ends[-1] = (blocks[-1], stages == 1, True)
+        call_s = self._call_s(layout)
+        times: dict[tuple[float, bool, bool], BlockTime] = {}
+        for number, is_first, is_last in set(ends):
+            each = BlockTime().plus(block, number)
+            each = each.plus(first) if is_first else each
+            each = each.plus(last) if is_last else each
+            times[number, is_first, is_last] = each.behind_host(call_s, self.device.is_host)
+        return [times[each] for each in ends]
+
+    def _parts(self, layout: StepLayout, placement: Sequence[int]) -> _Parts:
+        sizes, device = self.sizes, self.device
+        fabric, call_s = self._links(layout), self._call_s(layout)
+        block, _, last = self._timed(layout)
+        stages = layout.pipe * layout.chunks
+        blocks = layout.blocks or (sizes.layers / stages,) * stages
+        of_rank = [0.0] * layout.pipe
+        for stage, rank in enumerate(placement):
+            of_rank[rank] += blocks[stage]
+        held = {(n, i == placement[0], i == placement[-1]) for i, n in enumerate(of_rank)}
+        data = [_Data(sizes, layout, fabric, *each) for each in held]
+        paced = [each.behind_host(call_s, device.is_host) for each in (block, last)]
+        exposed_data = max(
+            each.exposed(paced[0], paced[1] if stages == 1 else BlockTime()) for each in data
+        )
+        return _Parts(
+            exposed_data,
+            _optimizer_seconds(sizes, layout, device),
+            _host_seconds(sizes, layout, device),
+        )
+
+    def _timed(self, layout: StepLayout) -> tuple[BlockTime, BlockTime, BlockTime]:
+        """Return the times of a block and of the two ends, which LayerCosts computes from the ranks
+        that share a layer and not from how stages, replicas and rounds are arranged."""
+        if layout.copies == "none":
+            key = replace(
+                layout,
+                ranks=layout.tensor * layout.context,
+                num_microbatches=layout.num_microbatches if layout.float8 else 1,
+                pipe=1,
+                chunks=1,
+                zero=max(layout.zero, 2),  # only stage 3 frees what its gradients add up in
+                shard=0,
+                rounds=1,
+                exchanges=0,
+                blocks=(),
+            )
+        else:
+            key = replace(layout, blocks=())
+        if key not in self._pieces:
+            costs = LayerCosts(self.sizes, key, self.device, self._links(layout))
+            self._pieces[key] = costs.block(), costs.embedding(), costs.head()
+        return self._pieces[key]
+
+    def _links(self, layout: StepLayout) -> Fabric:
+        if self._fabric is not None:
+            return self._fabric
+        return Fabric.of(self.device, layout.node_size, layout.network_bytes_per_s)
+
+    def _call_s(self, layout: StepLayout) -> float:
+        return HOST_GRAPH_S if layout.graphs else self.device.call_s or HOST_CALL_S
 
 
 # -- data ------------------------------------------------------------------------------------
@@ -261,6 +374,53 @@ def _ahead(compute: list[float], gather: float, reduce: float) -> float:
     return max(now, stream - gather if reduce else now)
 
 
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """A schedule as numbers: for each stage its rank, and for each rank its computations."""
+
+    placement: tuple[int, ...]
+    order: Order
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoad:
+    """The work of a pipe rank as numbers of blocks. blocks_before, moves: blocks and messages
+    between ranks that a micro-batch passes before this rank's first stage."""
+
+    blocks_before: float
+    moves: int
+    blocks: float
+    is_first: bool
+    is_last: bool
+
+
+def rank_loads(blocks: Sequence[float], placement: Sequence[int]) -> tuple[RankLoad, ...]:
+    """Return the loads of ranks, but for those that another's exceeds in every number."""
+    of_rank: dict[int, float] = dict.fromkeys(placement, 0.0)
+    before: dict[int, tuple[float, int]] = {}
+    passed, moves = 0.0, 0
+    for stage, rank in enumerate(placement):
+        before.setdefault(rank, (passed, moves))
+        of_rank[rank] += blocks[stage]
+        passed += blocks[stage]
+        moves += stage + 1 < len(placement) and placement[stage + 1] != rank
+    loads = {
+        RankLoad(*before[rank], held, rank == placement[0], rank == placement[-1])
+        for rank, held in of_rank.items()
+    }
+
+    def exceeds(one: RankLoad, other: RankLoad) -> bool:
+        return one != other and (
+            one.blocks_before >= other.blocks_before
+            and one.moves >= other.moves
+            and one.blocks >= other.blocks
+            and one.is_first == other.is_first
+            and one.is_last >= other.is_last
+        )
+
+    return tuple(x for x in loads if not any(exceeds(y, x) for y in loads))
+
+
 # -- pipe ------------------------------------------------------------------------------------
 
 
@@ -269,19 +429,19 @@ def _pipeline(
     sizes: TransformerSizes,
     layout: StepLayout,
     fabric: Fabric,
-    schedule: Schedule | None,
+    schedule: "Schedule | Ordered | None",
 ) -> tuple[BlockTime, float, float]:
     """Return what the busiest rank computes of a microbatch on all its stages, the bubble, and what
     messages add to the step."""
     name, m = layout.schedule, layout.num_microbatches
-    rows = layout.tokens / (layout.tensor if layout.sequence_parallel else 1)
-    num_bytes = rows * sizes.dim * layout.item_bytes
-    message = fabric.message_seconds(num_bytes, layout.tensor * layout.context * layout.data)
+    message = _message_seconds(sizes, layout, fabric)
     timed = min(m, _ROUNDS * layout.pipe) if schedule is None else m
     if schedule is None:
         placement, order = _order(name, layout.pipe, timed, layout.chunks)
-    else:
+    elif isinstance(schedule, Schedule):
         placement, order = schedule.placement, TaskGraph(schedule.placement, m).order(schedule)
+    else:
+        placement, order = schedule.placement, schedule.order
     of_rank = [BlockTime() for _ in range(layout.pipe)]
     for stage, rank in enumerate(placement):
         of_rank[rank] = of_rank[rank].plus(stages[stage])
@@ -296,11 +456,18 @@ def _pipeline(
     return busiest, max(free - timed * sum(busiest.pass_s), 0.0), max(waits, 0.0)
 
 
+def _message_seconds(sizes: TransformerSizes, layout: StepLayout, fabric: Fabric) -> float:
+    """Return the seconds of a message between two stages."""
+    rows = layout.tokens / (layout.tensor if layout.sequence_parallel else 1)
+    num_bytes = rows * sizes.dim * layout.item_bytes
+    return fabric.message_seconds(num_bytes, layout.tensor * layout.context * layout.data)
+
+
 _ROUNDS = 3
 """Rounds of a pipe whose order is timed: later microbatches add what the busiest rank computes."""
 
 
-def _placement(layout: StepLayout, schedule: Schedule | None) -> tuple[int, ...]:
+def _placement(layout: StepLayout, schedule: "Schedule | Ordered | None") -> tuple[int, ...]:
     """Return the pipe rank of each stage."""
     if schedule is not None:
         return schedule.placement

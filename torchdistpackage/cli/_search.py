@@ -1,0 +1,248 @@
+"""The layouts that `tdp plan --search` found, as it prints and writes them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from torchdistpackage.cli._common import wrap
+from torchdistpackage.cli._elastic import node_span
+from torchdistpackage.cli._step_time import seconds_text
+from torchdistpackage.config.load import load
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.config.types import MAX_RANKS
+from torchdistpackage.config.yaml_loader import write
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.files import atomic_write
+from torchdistpackage.harness.bench.profile import Profile
+from torchdistpackage.launch.slurm.job import job_shape
+from torchdistpackage.plan.layout_search import LayoutChoice, RankedLayout, SearchResult, search
+from torchdistpackage.plan.measured import measured_device, measured_fabric
+from torchdistpackage.plan.run_plan import local_procs
+from torchdistpackage.plan.step_time import device_of
+from torchdistpackage.predict.collectives import Fabric
+from torchdistpackage.predict.devices import DEVICES, Accelerator
+from torchdistpackage.predict.error_table import MEAN_BAR, UNFITTED_BAR
+from torchdistpackage.text import text_table
+
+AXES = ("data", "pipe", "context", "tensor", "expert")
+_MORE = (2, 4, 8, 16, 32, 64)
+"""Multiples of the ranks that are tried where nothing fits."""
+
+
+def search_text(
+    source: str,
+    overrides: Sequence[str],
+    world_size: int | None,
+    ranks_per_node: int | None,
+    nodes: str | None,
+    device: str | None,
+    profile: tuple[Path, Profile] | None,
+    apply: int | None,
+) -> str:
+    """Return the best layouts of a run on its ranks, or on each number of nodes of a span.
+
+    Raises:
+        ConfigError: no device is named, nothing fits, or `apply` names no layout.
+    """
+    searched = LayoutChoice.overrides()
+    names = {x.partition("=")[0] for x in searched}
+    kept = [x for x in overrides if x.partition("=")[0].strip() not in names]
+    run = load(source, [*kept, *searched])
+    shape = job_shape(run) if run.launch.slurm else None
+    per_node = ranks_per_node or (None if shape is None else shape.tasks_per_node)
+    if nodes is None:
+        worlds = [world_size or (shape.world_sizes[0] if shape else local_procs(run))]
+    else:
+        span = node_span(nodes)
+        if per_node is None:
+            raise typer.BadParameter(
+                "the file has no launch.slurm; add --ranks-per-node K", param_hint="--nodes"
+            )
+        worlds = [number * per_node for number in span]
+    if apply is not None and len(worlds) > 1:
+        raise typer.BadParameter(
+            "writes one layout; search one number of nodes", param_hint="--apply"
+        )
+    parts: list[str] = []
+    for world in worlds:
+        accelerator, fabric = _links(run, world, per_node, device, profile)
+        result = search(run, world, accelerator, ranks_per_node=per_node, fabric=fabric)
+        if not result.found and len(worlds) > 1:
+            parts.append(wrap(f"{world} ranks: {_nothing(run, world, accelerator, result)}"))
+            continue
+        if not result.found:
+            why = _nothing(run, world, accelerator, result)
+            raise ConfigError(f"{why}{_what_would(run, world, accelerator, per_node, fabric)}")
+        found = simpler_first(result.found, accelerator)
+        parts.append(_table(run, world, per_node, accelerator, result, found))
+        if apply is not None:
+            parts.append(_write(source, run, world, found, apply))
+    return "\n\n".join(parts)
+
+
+def _links(
+    run: RunConfig,
+    world: int,
+    per_node: int | None,
+    name: str | None,
+    profile: tuple[Path, Profile] | None,
+) -> tuple[Accelerator, Fabric | None]:
+    if profile is not None and name is None:
+        path, cluster = profile
+        device = measured_device(cluster, run, path, world, per_node)
+        return device, measured_fabric(cluster, device, per_node)
+    device = device_of(run, name)
+    if device is None:
+        raise ConfigError(
+            f"--search needs a device: pass --device NAME, or name the type of GPU in "
+            f"launch.slurm, such as gpus-per-node: h100:8, or pass --profile FILE that tdp comm "
+            f"bench --profile measured; the devices are {', '.join(DEVICES)}"
+        )
+    return device, None
+
+
+def model_error(device: Accelerator) -> float:
+    """Return the relative error of predicted steps that the tests of predict hold, the mean of a
+    device with a fit and the worst of others."""
+    return MEAN_BAR if device.is_fitted else UNFITTED_BAR
+
+
+def simpler_first(found: Sequence[RankedLayout], device: Accelerator) -> list[RankedLayout]:
+    """Return the layouts with those that are as fast as the fastest within the model's error first,
+    the simplest of them before all."""
+    limit = found[0].time.step.total * (1 + model_error(device))
+
+    def key(each: RankedLayout) -> tuple[float, float]:
+        seconds = each.time.step.total
+        return (each.choice.complexity if seconds <= limit else float("inf"), seconds)
+
+    return sorted(found, key=key)
+
+
+def _table(
+    run: RunConfig,
+    world: int,
+    per_node: int | None,
+    device: Accelerator,
+    result: SearchResult,
+    found: Sequence[RankedLayout],
+) -> str:
+    rows: list[Sequence[object]] = [
+        ("", "TOKENS/S", "STEP", "GiB", *map(str.upper, AXES), "ZERO", "BATCHES", "ORDER", "PAYS")
+    ]
+    for number, each in enumerate(found, 1):
+        parallel, pipeline = each.plan.config.parallel, each.plan.config.pipeline
+        rounds = each.plan.rounds
+        batches = f"{rounds} x " * (rounds > 1) + str(pipeline.microbatches)
+        order = pipeline.schedule if parallel.pipe > 1 else "-"
+        order += f" {each.choice.chunks}" * (each.choice.chunks > 1)
+        rows.append(
+            (
+                number,
+                f"{each.tokens_per_s:,.0f}",
+                seconds_text(each.time.step.total),
+                f"{each.peak_bytes / 2**30:.1f}",
+                *(getattr(parallel, axis) for axis in AXES),
+                parallel.zero,
+                batches,
+                order,
+                _pays(each),
+            )
+        )
+    fast = found[0].time.step.total
+    best = min(x.time.step.total for x in found)
+    error = model_error(device)
+    alike = sum(x.time.step.total <= best * (1 + error) for x in found)
+    where = "" if per_node is None else f", {per_node} on a node"
+    head = wrap(
+        f"{run.run.name} on {world} ranks{where} ({device.name}): the fastest of "
+        f"{result.num_valid:,} valid degrees and divisions of the batch, each with all schedules "
+        f"and stages of ZeRO, in {result.limit_bytes / 2**30:.1f} GiB of a rank"
+    )
+    notes: list[str] = []
+    if alike > 1:
+        notes.append(
+            f"{alike} of them are within {error:.0%}, the error of predictions on this device; of "
+            f"these the simplest comes first"
+            + (f", {fast / best - 1:.1%} slower than the fastest" if fast > best else "")
+        )
+    notes.append("a short run of two or three of them tells which is faster on your cluster")
+    lines = [wrap(f"note  {text}", indent=" " * 6) for text in notes]
+    keys = [_keys(number, each, world) for number, each in enumerate(found, 1)]
+    return "\n".join([head, "", text_table(rows, last_left=True), "", *lines, "", *keys])
+
+
+def _pays(each: RankedLayout) -> str:
+    """Return the largest term besides the computation of the model."""
+    terms = {name: s for name, s in each.time.step.terms.items() if name != "compute"}
+    name = max(terms, key=lambda x: terms[x])
+    return f"{name} {terms[name] / each.time.step.total:.1%}"
+
+
+def _keys(number: int, each: RankedLayout, world: int) -> str:
+    """Return the lines of YAML of a layout."""
+    keys = each.choice.keys(world)
+    written = {
+        section: {k: v for k, v in values.items() if v is not None}
+        for section, values in keys.items()
+    }
+    lines = [
+        f"{section}: {{{', '.join(f'{k}: {_plain(v)}' for k, v in values.items())}}}"
+        for section, values in written.items()
+    ]
+    return "\n".join([f"# {number}", *lines])
+
+
+def _plain(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _write(source: str, run: RunConfig, world: int, found: Sequence[RankedLayout], n: int) -> str:
+    """Write a copy of the file with the keys of a layout; return the line to print."""
+    if not 1 <= n <= len(found):
+        raise ConfigError(f"--apply {n}: the layouts are 1 to {len(found)}; choose one of them")
+    config = found[n - 1].choice.of(run, world)
+    path = Path(source).with_name(f"{Path(source).stem}-layout{n}.yaml")
+    head = f"# layout {n} of tdp plan {Path(source).name} --search on {world} ranks\n"
+    text = head + write(config.model_dump(mode="python", exclude_defaults=True))
+    if path.exists() or path.is_symlink():
+        raise ConfigError(f"--apply {n}: {path} exists; move it away first")
+    try:
+        atomic_write(path, text)
+    except OSError as error:
+        raise ConfigError(f"--apply {n}: {path} cannot be written: {error.strerror}") from error
+    return f"wrote {path}"
+
+
+def _nothing(run: RunConfig, world: int, device: Accelerator, result: SearchResult) -> str:
+    if not result.num_valid:
+        return (
+            f"no degrees of {world} ranks pass the rules: data.global_batch="
+            f"{run.data.global_batch}, model.heads={run.model.heads} and data.seq_len="
+            f"{run.data.seq_len} have no common division with them; change the number of ranks or "
+            f"data.global_batch"
+        )
+    limit = result.limit_bytes / 1e9
+    if result.least_bytes is not None and result.least_bytes > result.limit_bytes:
+        return (
+            f"no layout of {world} ranks fits in the {limit:.3g} GB that a rank of {device.name} "
+            f"may hold: the one that needs least takes at least {result.least_bytes / 1e9:.4g} GB"
+        )
+    return f"no layout of {world} ranks may run: {result.refusal}"
+
+
+def _what_would(
+    run: RunConfig, world: int, device: Accelerator, per_node: int | None, fabric: Fabric | None
+) -> str:
+    """Return the end of a message where nothing fits: on how many ranks something does."""
+    for times in _MORE:
+        if world * times > MAX_RANKS:
+            break
+        more = search(run, world * times, device, ranks_per_node=per_node, fabric=fabric, number=1)
+        if more.found:
+            return f"; {world * times} ranks would do, or more memory with train.memory_gb"
+    return (
+        f"; no number up to {world * _MORE[-1]} ranks would do: use weights of bf16, a smaller "
+        f"micro-batch by a larger data.global_batch, or a smaller model"
+    )
