@@ -130,7 +130,7 @@ def test_layouts_are_those_of_a_run(tmp_path, name):
 
 def test_without_the_wing_an_own_module_is_refused_with_what_to_do(monkeypatch):
     monkeypatch.setattr(lazy, "EXTENSIONS", {})
-    with pytest.raises(LayoutError, match=r"Sequential .*no model of transformers.*ParallelMlp"):
+    with pytest.raises(LayoutError, match=r"Sequential .*not a model of transformers.*ParallelMlp"):
         tensor_parallel(torch.nn.Sequential(), distributed=True, group=ProcessGroup(0, 2))
 
 

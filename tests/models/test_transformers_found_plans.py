@@ -83,6 +83,14 @@ def test_an_odd_number_of_ranks_shares_attention_by_heads(family, num, heads, ke
     assert read.uncut is None and kinds == {"column"}
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["dory", "gemma3n_text"])
+def test_rounding_and_an_mlp_that_compares_its_channels_hinder_no_split(family):
+    """Dory magnifies rounding a thousandfold; an MLP of Gemma 3n takes its largest channels."""
+    read = transformers_found.found_model(settings(family), 2)
+    assert read.uncut is None and read.table.layers
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "share"), [("gemma3_text", 0.52), ("qwen3_moe", 0.52), ("gpt_oss", 0.55)]

@@ -31,7 +31,8 @@ from torchdistpackage.layout.table import AttentionCut, Count, LayerCut, LayerKi
 class CutChoices:
     """The rules that are used. by_heads: split attention by heads. fused: split gate and up
     separately where one layer has both. others: split layers of unknown modules too. head: leave
-    logits split over the ranks. experts: split stacked experts inside.
+    logits split over the ranks. experts: split stacked experts inside. mlps: split MLPs by hidden
+    channels; without it their layers are joined again.
     """
 
     by_heads: bool = True
@@ -39,6 +40,7 @@ class CutChoices:
     others: bool = True
     head: bool = True
     experts: bool = True
+    mlps: bool = True
 
 
 CHOICES = (
@@ -47,6 +49,7 @@ CHOICES = (
     CutChoices(fused=False, head=False),
     CutChoices(by_heads=False, fused=False, others=False, head=False),
     CutChoices(by_heads=False, fused=False, others=False, head=False, experts=False),
+    CutChoices(by_heads=False, fused=False, others=False, head=False, mlps=False),
 )
 """Choices in the order in which they are tried."""
 
@@ -186,6 +189,8 @@ class _CutRules:
 
     def _mlp(self, block: str, path: str, linears: Mapping[str, nn.Module]) -> bool:
         """Cut the module, or the layers that a block itself has, by hidden channels."""
+        if not self.choices.mlps:
+            return False
         between: list[str] = []
         if path != block:
             for name, parameter in self.modules[path].named_parameters():
