@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from tests.parallel.context import whole
 from torchdistpackage import tpc
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.p2p import Post
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.exchanges import EXCHANGES
 from torchdistpackage.parallel import (
@@ -47,13 +48,14 @@ def cases(size: int) -> list[tuple]:
 
 
 def small(size: int, num: int) -> list[tuple]:
-    """Of these some of every way, with causal and zigzag first."""
+    """Of these some of every way, and of a ring in which parts are passed on."""
     found = []
     for way in WAYS:
         some = [case for case in cases(size) if case[0] == way]
         random.Random(size).shuffle(some)
         found += some[:num]
-    return found
+    unmasked = [case for case in cases(size) if case[4:] == (False, None, False)]
+    return found + [case for case in unmasked if case[0] == "p2p"][1:8:5]
 
 
 def attend(size: int, chosen: list[tuple], tile: int) -> None:
@@ -175,6 +177,38 @@ def test_what_nobody_sees_is_not_sent(ranks):
     assert causal == (3 + 2 + 1) * 8, "contiguous parts: to later ranks alone"
     assert window == 3 * 8, "to the next rank alone"
     assert documents == 0
+
+
+def peers(size: int) -> list[set[tuple[str, int]]]:
+    """Which ranks a rank sends to and receives from, without a mask and with a causal one."""
+    tpc.setup_process_groups([("context", size)])
+    found: list[set[tuple[str, int]]] = []
+    send, receive = Post.send, Post.receive
+
+    def noted(name, call):
+        def noting(self, tensors, rank, *args, **kwargs):
+            found[-1].add((name, rank))
+            return call(self, tensors, rank, *args, **kwargs)
+
+        return noting
+
+    q, k, v, grad = whole.random_qkv(2, 2, 8 * size + 1)
+    with (
+        patch.object(Post, "send", noted("to", send)),
+        patch.object(Post, "receive", noted("from", receive)),
+    ):
+        for is_causal in (False, True):
+            parts = [shard_sequence(x, 2).requires_grad_() for x in (q, k, v)]
+            found.append(set())
+            out = context_attention(*parts, is_causal=is_causal)
+            out.backward(shard_sequence(grad, 2))
+    return found
+
+
+def test_without_a_mask_a_rank_has_two_peers(ranks):
+    for rank, (neighbours, every) in enumerate(ranks(4).run(peers, 4)):
+        assert neighbours == {("to", (rank + 1) % 4), ("from", (rank - 1) % 4)}
+        assert len(every) == 6, "the owner sends what is seen of its part"
 
 
 def overlapped(size: int) -> list[list[str]]:

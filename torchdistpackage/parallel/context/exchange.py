@@ -5,7 +5,7 @@ its queries see of the rank h places before it. The next hop travels while the r
 one. Each rank sends its own part and passes nothing on, so it does not send what a mask hides. The
 backward sends keys and values again, which saves the memory of keeping them, and returns the
 gradients of a hop while it computes the next one. docs/context_parallel.md draws the hops of four
-ranks.
+ranks. Where nothing is hidden, ranks pass parts on to the next one, so that a rank has two peers.
 
 `GatheredKeys` makes one all-gather while a rank computes its own part, and a reduce-scatter in the
 backward. `Alone` serves a rank that holds the full sequence.
@@ -118,6 +118,9 @@ class Ring:
         positions = [tiled(ranges, visibility) for ranges in parts]
         slices = dict(zip(positions[index], places(positions[index]), strict=True))
         self._own = tasks_of(positions[index], positions[index], visibility)
+        # over NCCL each peer costs memory, so that neighbours alone are better where all is sent
+        self._passes_on = size > 2 and visibility.shows_all
+        self._next, self._before = ranks[(index + 1) % size], ranks[(index - 1) % size]
         self.hops: list[Hop] = []
         for step in range(1, size):
             target, source = (index + step) % size, (index - step) % size
@@ -140,11 +143,15 @@ class Ring:
         for number, hop in enumerate(self.hops):
             messages.wait()
             # post the next hop before computing this one, so that it travels meanwhile
-            parts, messages = messages.parts, self._post(k, v, number + 1)
+            parts = messages.parts
+            sent = parts if self._passes_on and parts is not None else (k, v)
+            messages = self._post(*sent, number + 1)
             if hop.tasks:
                 forward(hop.tasks, *parts)
 
     def run_backward(self, k: Tensor, v: Tensor, backward: Backward) -> Pair:
+        if self._passes_on:
+            return self._run_backward_passing(k, v, backward)
         messages = self._post(k, v, 0)
         dk, dv = backward(self._own, k, v)
         grads: Pair | None = None
@@ -162,6 +169,47 @@ class Ring:
         messages.wait()
         messages.add_gradients(dk, dv)
         return dk, dv
+
+    def _run_backward_passing(self, k: Tensor, v: Tensor, backward: Backward) -> Pair:
+        """Return the gradients where parts are passed on: a part's gradients follow it from rank to
+        rank, each of which adds its own, and the last one is the neighbour of the owner.
+        """
+        messages = self._post(k, v, 0)
+        dk, dv = backward(self._own, k, v)
+        sums: Pair | None = None
+        for number, hop in enumerate(self.hops):
+            messages.wait()
+            parts = messages.parts
+            assert parts is not None
+            messages = self._pass(parts, number, sums)
+            sums = backward(hop.tasks, *parts)
+            messages.wait()  # travelled meanwhile
+            messages.add_gradients(*sums)
+        messages = self._pass((dk, dv), len(self.hops), sums)
+        messages.wait()
+        messages.add_gradients(dk, dv)
+        return dk, dv
+
+    def _pass(self, parts: Pair, number: int, sums: Pair | None) -> _HopMessages:
+        """Pass on the sums of the gradients of the part of the hop before `number`, and `parts`, if
+        a hop follows.
+
+        The sums travel in their own type, as each rank would round them again. What comes has
+        the sums of `parts`.
+        """
+        post, batch = Post(self._group()), _HopMessages(Work())
+        if sums is not None:
+            post.send([_packed(sums, (slice(None),), sums[0].dtype)], self._next)
+            num = parts[0].shape[2]
+            flat, batch.grads = _room(*sums, num)
+            batch.sent = (slice(0, num),)
+            post.receive([flat], self._before)
+        if number + 1 < len(self.hops):
+            post.send([_packed(parts, (slice(None),), parts[0].dtype)], self._next)
+            flat, batch.parts = _room(*parts, self.hops[number + 1].num_received)
+            post.receive([flat], self._before)
+        batch.work = post.go()
+        return batch
 
     def _post(
         self, k: Tensor, v: Tensor, number: int, grads: Pair | None = None, *, back: bool = False
@@ -184,10 +232,13 @@ class Ring:
                 post.receive([flat], hop.target)
         if number < len(self.hops):
             hop = self.hops[number]
-            if hop.sent:
-                post.send([_packed((k, v), hop.sent, k.dtype)], hop.target)
+            target, source, sent = hop.target, hop.source, hop.sent
+            if self._passes_on:  # k and v are the part that came last
+                target, source, sent = self._next, self._before, (slice(None),)
+            if sent:
+                post.send([_packed((k, v), sent, k.dtype)], target)
             flat, batch.parts = _room(k, v, hop.num_received)
-            post.receive([flat], hop.source)
+            post.receive([flat], source)
         batch.work = post.go()
         return batch
 

@@ -98,6 +98,11 @@ class Visibility:
         """True if a rectangle may be partly visible, so that a kernel needs a mask."""
         return self.window is not None or self.documents is not None
 
+    @property
+    def shows_all(self) -> bool:
+        """True if every query sees every key."""
+        return not (self.is_causal or self.has_masks)
+
     def seen(self, rows: range, columns: range) -> Seen:
         """Return how much of the scores of these queries and keys is visible."""
         nearest, farthest = rows.start - columns.stop + 1, rows.stop - 1 - columns.start
