@@ -62,8 +62,8 @@ PRELOAD = {
     **dict.fromkeys(("cli", "docs", "models", "plan", "train"), _TRANSFORMERS),
 }
 """Folder -> what its ranks import, once for all: a first optimizer alone imports torch._dynamo,
-which takes seconds. Of other folders all. What the ranks of one file import besides, that file
-names as `RANKS_IMPORT`."""
+which takes seconds. Of other folders all. Files whose tests ask for ranks are imported too; what
+these load later than at their import, a file names as `RANKS_IMPORT`."""
 _ON_RANKS = re.compile(r"^def test_\w+\([^)]*\b(?:ranks|pool|tdp|forks)\b", re.MULTILINE)
 _RANKS_IMPORT = re.compile(r"^RANKS_IMPORT = (\([^)]*\))", re.MULTILINE)
 OWN_TRANSPORT = pytest.StashKey[dict[str, str]]()
@@ -94,6 +94,8 @@ def pool(request: pytest.FixtureRequest) -> Generator[RankPool]:
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     preload = [x for item in items for x in PRELOAD.get(_folder_of(item.path), _TRANSFORMERS)]
     preload += [x for item in items for x in getattr(item.module, "RANKS_IMPORT", ())]
+    # what a rank calls is in these, and each would import them by itself
+    preload += [item.module.__name__ for item in items if "pool" in item.fixturenames]
     with _pool(preload) as pool:
         yield pool
 
@@ -125,7 +127,9 @@ def pytest_collection(session: pytest.Session) -> None:
     if _ON_RANKS.search(text):
         named = _RANKS_IMPORT.search(text)
         imports = ast.literal_eval(named[1]) if named else ()
-        early = _pool([*PRELOAD.get(_folder_of(path), _TRANSFORMERS), *imports])
+        name = path.relative_to(Path(__file__).parents[1]).with_suffix("")
+        folder = PRELOAD.get(_folder_of(path), _TRANSFORMERS)
+        early = _pool([*folder, *imports, ".".join(name.parts)])
         assert early.server.folder  # which starts it
         config.stash[EARLY] = early
 
@@ -133,6 +137,18 @@ def pytest_collection(session: pytest.Session) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if early := config.stash.get(EARLY, None):
         early.close()
+
+
+@pytest.fixture
+def small_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots of code have a package of one file in the place of ours, which takes half a second
+    to copy."""
+    from torchdistpackage.launch.slurm import snapshot
+
+    package = tmp_path / "installed" / "torchdistpackage"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    monkeypatch.setattr(snapshot, "PACKAGE", package)
 
 
 @pytest.fixture

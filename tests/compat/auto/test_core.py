@@ -12,8 +12,6 @@ from tests.parallel.auto.models import language_model, prompt, same_state, same_
 from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
 from torchdistpackage.parallel.auto import parallelize_module
 
-RANKS_IMPORT = ("tests.compat.auto.test_core",)
-
 
 @pytest.mark.full
 def test_ranks_load_nothing_of_threads():

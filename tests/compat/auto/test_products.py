@@ -26,8 +26,6 @@ from torchdistpackage.parallel.auto import Config, parallelize_module
 from torchdistpackage.parallel.pipeline.split_backward import backward_input, backward_weight
 from torchdistpackage.parallel.tensor import column_product, product_gradients
 
-RANKS_IMPORT = ("tests.compat.auto.test_products",)
-
 
 class Gated(nn.Module):
     def __init__(self):
