@@ -12,10 +12,12 @@ from torchdistpackage.checkpoint.manifest import Manifest
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import load
 from torchdistpackage.launch.lock import hold
+from torchdistpackage.launch.slurm import snapshot
 from torchdistpackage.launch.slurm.node_blocklist import NodeIncident, record
 from torchdistpackage.launch.slurm.run_dir import read_records
 from torchdistpackage.run_files import RunDir
 
+pytestmark = pytest.mark.usefixtures("small_package")
 RUN = """
 run: {name: one}
 parallel: {data: auto, pipe: 2}
@@ -315,6 +317,7 @@ def test_a_full_disk_refuses_a_submission_and_leaves_nothing_half_made(
     work: Path, small_disk: Path, monkeypatch, capsys
 ):
     monkeypatch.setenv("STATE", "COMPLETED")
+    (snapshot.PACKAGE / "large.py").write_bytes(b"#" * (1 << 20))
 
     def fill(left_bytes: int) -> None:
         free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_bsize

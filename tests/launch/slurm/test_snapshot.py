@@ -50,9 +50,11 @@ def copied(folder: Path) -> dict[str, Path]:
     return {str(p.relative_to(folder / "tree")): p for p in (folder / "tree").rglob("*")}
 
 
+small = pytest.mark.usefixtures("small_package")
 TRACKED = {"main.py", "src/pkg/a.py", "src/pkg/__init__.py", ".gitignore"}
 
 
+@small
 def test_tracked_files_are_taken_as_they_are_now(repo: Path, tmp_path: Path):
     (repo / "main.py").write_text("changed = 1\n")
     (repo / "staged.py").write_text("")
@@ -71,6 +73,7 @@ def test_tracked_files_are_taken_as_they_are_now(repo: Path, tmp_path: Path):
     assert "+changed = 1" in diff and "-import pkg.a" in diff
 
 
+@small
 def test_modules_that_are_not_tracked_are_named_and_others_are_not(repo: Path):
     (repo / "runs/code").mkdir(parents=True)
     (repo / "more").mkdir()
@@ -80,6 +83,7 @@ def test_modules_that_are_not_tracked_are_named_and_others_are_not(repo: Path):
     assert "data.bin" not in note and "copy.py" not in note
 
 
+@small
 def test_files_that_are_listed_come_along(repo: Path):
     (repo / "extra/deep").mkdir(parents=True)
     for name in ("extra/deep/x.txt", "extra/y.bin", "a [1].py"):
@@ -105,6 +109,7 @@ def test_a_listed_file_that_cannot_be_is_refused(repo: Path, pattern: str, part:
         tree_of(repo, [pattern])
 
 
+@small
 def test_the_same_content_has_the_same_folder(repo: Path, tmp_path: Path):
     codes = tmp_path / "code"
     first = materialize(collect(tree_of(repo)), codes, "login", 0.0)
@@ -124,6 +129,7 @@ def test_the_same_content_has_the_same_folder(repo: Path, tmp_path: Path):
     assert sorted(p.name for p in codes.iterdir()) == sorted(digests)
 
 
+@small
 def test_odd_names_links_and_modes_survive(repo: Path, tmp_path: Path):
     odd = ["a b.py", "ü\n\t'\".py", "-x", "sub dir/*"]
     for name in odd:
@@ -146,6 +152,7 @@ def test_odd_names_links_and_modes_survive(repo: Path, tmp_path: Path):
     assert files["lost"].is_symlink() and not files["lost"].exists()
 
 
+@small
 def test_files_of_submodules_are_part_of_it(repo: Path, tmp_path: Path):
     other = tmp_path / "other"
     other.mkdir()
@@ -196,6 +203,7 @@ def test_without_git_there_is_a_limit(limit, value, tmp_path: Path, monkeypatch)
         tree_of(tmp_path)
 
 
+@small
 def test_a_file_that_changes_meanwhile_is_told(repo: Path, tmp_path: Path):
     taken = collect(tree_of(repo))
     (repo / "main.py").write_text("edited\n")
