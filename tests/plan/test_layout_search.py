@@ -1,5 +1,6 @@
 """The search finds the layouts that a prediction of every layout would find."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -158,4 +159,20 @@ def test_a_search_needs_a_device_and_apply_a_search(tmp_path, capsys):
     assert main(["plan", str(path), "--search"]) == 2
     assert "--search needs a device: pass --device NAME" in capsys.readouterr().err
     assert main(["plan", str(path), "--apply", "1"]) == 2
+    assert "goes with --search" in capsys.readouterr().err
+
+
+def test_the_queue_says_when_a_run_would_be_done(tmp_path, monkeypatch, capsys):
+    answers = {"sinfo": "n1|gpu*|idle\nn2|gpu*|alloc", "squeue": ""}
+    for name, text in answers.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\nprintf '%s\\n' '{text}'\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    path = tmp_path / "run.yaml"
+    path.write_text(FILE + "launch: {slurm: {nodes: 1, gpus-per-node: h100:1, partition: gpu}}\n")
+    assert main(["plan", str(path), "--search", "--queue"]) == 0
+    text = capsys.readouterr().out
+    assert "1 of 2 idle" in text and "not free within what Slurm says" in text
+    assert "partition gpu has 2 nodes" in text and "done first on 1 nodes" in text
+    assert main(["plan", str(path), "--queue"]) == 2
     assert "goes with --search" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """The layouts that `tdp plan --search` found, as it prints and writes them."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,12 +11,14 @@ from torchdistpackage.cli._elastic import node_span
 from torchdistpackage.cli._step_time import seconds_text
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.config.slurm import header
 from torchdistpackage.config.types import MAX_RANKS
 from torchdistpackage.config.yaml_loader import write
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.files import atomic_write
 from torchdistpackage.harness.bench.profile import Profile
 from torchdistpackage.launch.slurm.job import job_shape
+from torchdistpackage.launch.slurm.queue import query_queue
 from torchdistpackage.plan.layout_search import LayoutChoice, RankedLayout, SearchResult, search
 from torchdistpackage.plan.measured import measured_device, measured_fabric
 from torchdistpackage.plan.run_plan import local_procs
@@ -39,6 +42,7 @@ def search_text(
     device: str | None,
     profile: tuple[Path, Profile] | None,
     apply: int | None,
+    queue: bool = False,
 ) -> str:
     """Return the best layouts of a run on its ranks, or on each number of nodes of a span.
 
@@ -51,6 +55,17 @@ def search_text(
     run = load(source, [*kept, *searched])
     shape = job_shape(run) if run.launch.slurm else None
     per_node = ranks_per_node or (None if shape is None else shape.tasks_per_node)
+    if queue:
+        if apply is not None:
+            raise typer.BadParameter("writes no layout; remove --apply", param_hint="--queue")
+        if shape is None or per_node is None:
+            raise typer.BadParameter(
+                "needs a job; add launch.slurm to the file", param_hint="--queue"
+            )
+        fewest = shape.nodes[0]
+        near = (fewest // 4, fewest // 2, fewest, 2 * fewest, 4 * fewest)
+        counts = [n for n in near if n] if nodes is None else node_span(nodes)
+        return _queue(run, counts, per_node, device, profile)
     if nodes is None:
         worlds = [world_size or (shape.world_sizes[0] if shape else local_procs(run))]
     else:
@@ -79,6 +94,70 @@ def search_text(
         if apply is not None:
             parts.append(_write(source, run, world, found, apply))
     return "\n\n".join(parts)
+
+
+def _queue(
+    run: RunConfig,
+    counts: Sequence[int],
+    per_node: int,
+    device: str | None,
+    profile: tuple[Path, Profile] | None,
+) -> str:
+    """Return when the run could start and would end on each number of nodes, by Slurm's answers."""
+    state = query_queue(header(run.launch.slurm).get("partition"))
+    now_s = time.time()
+    rows: list[Sequence[object]] = [("NODES", "START", "STEP", "RUN", "DONE", "LAYOUT")]
+    ends: dict[int, float] = {}
+    for number in counts:
+        start_s = state.start_s(number, now_s)
+        if start_s is None:
+            why = f"partition {state.partition} has {state.total} nodes"
+            why = why if number > state.total else "not free within what Slurm says"
+            rows.append((number, "never", "", "", "", why))
+            continue
+        world = number * per_node
+        accelerator, fabric = _links(run, world, per_node, device, profile)
+        result = search(run, world, accelerator, ranks_per_node=per_node, fabric=fabric, number=1)
+        begins = "now" if start_s <= now_s else f"in {_hours(start_s - now_s)}"
+        if not result.found:
+            rows.append((number, begins, "", "", "", "no layout fits"))
+            continue
+        best = result.found[0]
+        ends[number] = start_s + best.time.run_seconds
+        rows.append(
+            (
+                number,
+                begins,
+                seconds_text(best.time.step.total),
+                _hours(best.time.run_seconds),
+                f"in {_hours(ends[number] - now_s)}",
+                _degrees(best),
+            )
+        )
+    lines = [
+        f"{run.run.name} on partition {state.partition}: {state.idle} of {state.total} idle",
+        text_table(rows, last_left=True),
+    ]
+    if ends:
+        first = min(ends, key=lambda number: ends[number])
+        lines.append(f"done first on {first} nodes")
+    lines.append(
+        wrap(
+            "starts are those of a job behind all that wait, by the time limits of jobs; a run "
+            "longer than its job's time waits again"
+        )
+    )
+    return "\n".join(lines)
+
+
+def _hours(seconds: float) -> str:
+    return f"{seconds / 3600:,.3g} h"
+
+
+def _degrees(layout: RankedLayout) -> str:
+    parallel = layout.plan.config.parallel
+    sizes = [f"{x}={getattr(parallel, x)}" for x in AXES if getattr(parallel, x) != 1]
+    return " ".join([*sizes, *([f"zero={parallel.zero}"] if parallel.zero else [])])
 
 
 def _links(

@@ -162,6 +162,14 @@ def plan(
             help="With --search: write a copy of CONFIG with layout N, CONFIG-layoutN.yaml.",
         ),
     ] = None,
+    queue: Annotated[
+        bool,
+        typer.Option(
+            "--queue",
+            help="With --search: ask Slurm when each number of nodes could start, and print when "
+            "the run would be done.",
+        ),
+    ] = False,
     picture: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Draw the nodes, their ranks and groups to FILE (SVG)."),
@@ -179,6 +187,8 @@ def plan(
         )
     if apply is not None and not search:
         raise typer.BadParameter("goes with --search; add it", param_hint="--apply")
+    if queue and not search:
+        raise typer.BadParameter("goes with --search; add it", param_hint="--queue")
     if search:
         measured = None if profile is None else (profile, resolve(READ_PROFILE)(profile))
         typer.echo(
@@ -191,6 +201,7 @@ def plan(
                 device,
                 measured,
                 apply,
+                queue,
             )
         )
         return

@@ -229,7 +229,7 @@ def parse_squeue(text: str) -> dict[str, JobInfo]:
             nodes,
             _exit_code(state, code, signum & 0x7F) if status.isdigit() else None,
             int(restarts) if restarts.isdigit() else None,
-            _seconds(used),
+            seconds_of(used),
         )
         jobs |= {task: replace(info, job=task) for task in expand_array(job)}
     return jobs
@@ -280,8 +280,8 @@ def _rows(text: str, num_fields: int) -> Iterable[list[str]]:
             yield fields
 
 
-def _seconds(text: str) -> float | None:
-    """Return the seconds of `2-03:04:05`, `3:04:05` or `4:05`."""
+def seconds_of(text: str) -> float | None:
+    """Return the seconds of `2-03:04:05`, `3:04:05` or `4:05`; None of another text."""
     match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", text)
     if match is None:
         return None
