@@ -76,14 +76,17 @@ def cluster(request: pytest.FixtureRequest, shared_folder: Path) -> Generator[Cl
 
 
 def _submit_all(items: list[pytest.Item], cluster: Cluster, shared_folder: Path) -> None:
-    """Call submit() of each module that has a test to run which asks for `submitted`."""
-    for item in items:
-        module = getattr(item, "module", None)
-        if module is None or "submitted" not in getattr(item, "fixturenames", ()):
-            continue
+    """Call submit() of each module that has a test to run which asks for `submitted`.
+
+    Modules whose scenarios are the longest (`SUBMIT_FIRST`) come first.
+    """
+    modules = {
+        item.module: None
+        for item in items
+        if isinstance(item, pytest.Function) and "submitted" in item.fixturenames
+    }
+    for module in sorted(modules, key=lambda each: not getattr(each, "SUBMIT_FIRST", False)):
         name = module.__name__
-        if name in _submitted:
-            continue
         try:
             _submitted[name] = module.submit(cluster, _folder_of(module, shared_folder))
         except Exception as error:

@@ -1,6 +1,7 @@
 """Runs of tests/slurm: submitted, waited for, and what is left of them.
 
-All train the same thing, data 2 x pipe 2 with dropout, so that their losses can be compared.
+All train the same thing, data 2 x pipe 2 or pipe 2 with dropout, so that their losses can be
+compared.
 """
 
 import json
@@ -19,6 +20,9 @@ RUN = [
 ]  # fmt: skip
 FOUR_NODES = ["launch.slurm.nodes=4", "launch.slurm.ntasks-per-node=1"]
 ONE_NODE = ["launch.slurm.nodes=1", "launch.slurm.ntasks-per-node=4"]
+TWO_NODES = ["launch.slurm.nodes=2", "launch.slurm.ntasks-per-node=1", "parallel.data=1"]
+TWO_RANKS = ["launch.slurm.nodes=1", "launch.slurm.ntasks-per-node=2", "parallel.data=1"]
+"""A pipeline of two. Each rank takes five seconds of a core to start, and Slurm knows no layout."""
 ELASTIC = [
     *("parallel.data=2", "parallel.pipe=1", "pipeline.microbatches=1", "model.dropout=0"),
     *("train.eval_every=0", "precision.dtype=float64", "launch.elastic.nodes=[1, 2]"),

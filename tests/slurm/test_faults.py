@@ -8,7 +8,17 @@ import json
 import pytest
 
 from tests.slurm.cluster import Cluster
-from tests.slurm.lives import FOUR_NODES, ONE_NODE, STEPS, Lived, ending, send, told, until_step
+from tests.slurm.lives import (
+    FOUR_NODES,
+    ONE_NODE,
+    STEPS,
+    TWO_RANKS,
+    Lived,
+    ending,
+    send,
+    told,
+    until_step,
+)
 
 
 def submit(cluster: Cluster, folder):
@@ -22,7 +32,7 @@ def nowhere(cluster: Cluster, folder) -> Lived:
         'scontrol requeue "$_tdp_job"'
     )
     prologue = f"launch.slurm.prologue={json.dumps([f'({watch}) &'])}"
-    run, job = send(cluster, folder, "nowhere", *ONE_NODE, prologue, "launch.requeue.signals=[]")
+    run, job = send(cluster, folder, "nowhere", *TWO_RANKS, prologue, "launch.requeue.signals=[]")
     return ending(cluster, run, job)
 
 

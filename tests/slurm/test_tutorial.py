@@ -13,6 +13,7 @@ from pathlib import Path
 from tests.docs import tutorials
 from tests.slurm.cluster import Cluster
 
+SUBMIT_FIRST = True
 LIMIT_S = 480
 """Slurm holds a requeued job for two minutes, and then it may wait for nodes of other tests."""
 
