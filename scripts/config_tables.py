@@ -14,7 +14,7 @@ import yaml
 
 from torchdistpackage.checkpoint.formats import table as checkpoint_formats
 from torchdistpackage.comm import collective_table
-from torchdistpackage.config import data_section, optimizers
+from torchdistpackage.config import data_section, optimizers, preference_losses
 from torchdistpackage.config.data_section import ITEMS
 from torchdistpackage.config.schema import RunConfig, Section
 from torchdistpackage.config.types import expected_of
@@ -31,6 +31,7 @@ TABLES = {
     "data.md": ("config/data_section.py", data_section.page_rows),
     "context_parallel.md": ("layout/exchanges.py", exchanges.page_rows),
     "collectives.md": ("comm/collective_table.py", collective_table.page_rows),
+    "preference.md": ("config/preference_losses.py", preference_losses.page_rows),
     "zero.md": ("config/optimizers.py", optimizers.page_rows),
 }
 """Page -> the file whose rows make its table, and the table."""

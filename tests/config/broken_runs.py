@@ -250,6 +250,16 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "data.name=preference data.packing=whole",
     ),
     (
+        {
+            "data__name": "preference",
+            "data__path": "x",
+            "data__tokenizer": "t",
+            "train__dpo": {"loss": "ipo", "gamma": 1.0},
+        },
+        "train.dpo.loss",
+        "train.dpo.loss=ipo train.dpo.gamma=1.0 remove",
+    ),
+    (
         {"data__document_masks": True},
         "data.document_masks",
         "data.tokenizer set",

@@ -177,7 +177,6 @@ def test_sources_are_mixed_by_pairs(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        (["parallel.context=2"], "does not go with parallel.context=2"),
         (["data.document_masks=true"], "does not go with data.document_masks=true"),
         (["data.packing=whole"], "does not go with data.packing=whole"),
         (["data.field=text2"], "data.field (the fields are prompt, chosen and rejected)"),
@@ -188,6 +187,12 @@ def test_sources_are_mixed_by_pairs(tmp_path):
         (["data.name=text", "train.dpo.beta=0.3"], "train.dpo is for preference pairs"),
         (["train.dpo.label_smoothing=0.5"], "train.dpo.label_smoothing"),
         (["train.dpo.beta=0"], "train.dpo.beta"),
+        (["train.dpo.loss=kto"], "train.dpo.loss"),
+        (
+            ["train.dpo={loss: ipo, gamma: 1.0, label_smoothing: 0.1}"],
+            "train.dpo.loss=ipo does not read train.dpo.label_smoothing=0.1 and "
+            "train.dpo.gamma=1.0; remove it",
+        ),
     ],
 )
 def test_what_does_not_go_with_pairs_is_refused_by_name(changes, text):

@@ -138,6 +138,12 @@ def compared():
         yield 4, name, *PAIRS, TP, SP, "data=2", "train.recompute=blocks", "train.accumulate=2"
     yield 2, "llama", *PAIRS, "data=2", "zero=3"
     yield 2, "gpt", *PAIRS, "pipe=2", "pipeline.schedule=zb-v"
+    yield 4, "llama", *PAIRS, "context=2", "pipe=2", "train.recompute=blocks"
+    yield 2, "llama+lora", *PAIRS, "context=2", *AUTOCAST
+    for loss in ("ipo", "orpo"):
+        yield 4, "llama", *PAIRS, f"train.dpo.loss={loss}", "context=2", TP
+        yield 2, "llama", *PAIRS, f"train.dpo.loss={loss}", "pipe=2"
+    yield 2, "llama", *PAIRS, "train.dpo.loss=simpo", "data=2", "zero=3"
 
 
 def owned():

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.data.texts import WORDS, save_lines, save_tokenizer
@@ -138,20 +137,31 @@ def _rows(section: RunConfig, split: str) -> Iterator[tuple[Tensor, Tensor]]:
 def dpo(
     model: nn.Module, reference: nn.Module, ids: Tensor, targets: Tensor, section: RunConfig
 ) -> tuple[Tensor, dict[str, float]]:
-    """Equation 7 of the paper, with label smoothing, as a mean over pairs."""
-    beta, smoothing = section.train.dpo.beta, section.train.dpo.label_smoothing
+    """The loss of pairs as its paper has it, as a mean over pairs."""
+    options = section.train.dpo
+    beta, smoothing, name = options.beta, options.label_smoothing, options.loss
 
     def sums(of: nn.Module) -> Tensor:
         logits = of(input_ids=ids, use_cache=False).logits.log_softmax(-1)
         picked = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        return (picked * (targets >= 0)).sum(1)
+        total, number = (picked * (targets >= 0)).sum(1), (targets >= 0).sum(1)
+        return total if name in ("sigmoid", "hinge") else total / number
 
     found = sums(model)
     with torch.no_grad():
-        known = sums(reference)
+        known = sums(reference) * (name not in ("simpo", "orpo"))
     chosen, rejected = (beta * (found - known)[side::2] for side in (0, 1))
     margin = chosen - rejected
-    loss = -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+    wanted = margin - options.gamma if name == "simpo" else margin
+    loss = -(1 - smoothing) * wanted.sigmoid().log() - smoothing * (1 - wanted.sigmoid()).log()
+    if name == "hinge":
+        loss = (1 - margin).clamp(min=0)
+    elif name == "ipo":
+        loss = (margin / beta - 0.5 / beta) ** 2
+    elif name == "orpo":
+        good, bad = (found[side::2].exp() for side in (0, 1))
+        ratio = (good / (1 - good)) / (bad / (1 - bad))
+        loss = -found[::2] - beta * (ratio / (1 + ratio)).log()
     return loss.mean(), {
         "rewards/chosen": chosen.mean().item(),
         "rewards/rejected": rejected.mean().item(),

@@ -17,6 +17,7 @@ from tests.train.preference_ranks import (
 )
 from tests.train.test_transformers import MODELS
 from tests.train.transformers_ranks import save_model
+from torchdistpackage.config.preference_losses import PREFERENCE_LOSSES
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.plan.run_plan import make_plan
 
@@ -33,6 +34,17 @@ LAYOUTS = {
     "pipe2": (2, ["parallel.pipe=2"]),
     "pipe2xtensor2": (4, ["parallel.pipe=2", "parallel.tensor=2"]),
     "interleaved": (2, ["parallel.pipe=2", "pipeline.schedule=zb-v"]),
+    "context2": (2, ["parallel.context=2"]),
+    "context2xpipe2": (4, ["parallel.context=2", "parallel.pipe=2"]),
+    "context2-zero3": (2, ["parallel.context=2", "parallel.zero=3"]),
+}
+OPTIONS = {
+    "sigmoid": "{beta: 0.7, label_smoothing: 0.1}",
+    "sigmoid_norm": "{loss: sigmoid_norm, beta: 0.7, label_smoothing: 0.1}",
+    "hinge": "{loss: hinge, beta: 0.7}",
+    "ipo": "{loss: ipo, beta: 0.7}",
+    "simpo": "{loss: simpo, beta: 0.7, gamma: 0.3, label_smoothing: 0.1}",
+    "orpo": "{loss: orpo, beta: 0.7}",
 }
 LORA = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 ADAPTERS = "model.lora={r: 3, alpha: 6, target: [q_proj, v_proj, down_proj]}"
@@ -96,6 +108,37 @@ def test_three_steps_are_those_of_the_formula(ranks, answers, how, layout):
         expect_pairs(mine_logged, logged)
     margins = [pairs["rewards/margins"] for pairs in logged]
     assert margins[0] == 0 and abs(margins[2]) > 1e-3, "a reference that follows shows no margin"
+
+
+LOSSES = [("ipo", "tensor2"), ("orpo", "context2"), ("simpo", "pipe2"), ("hinge", "data2-zero3")]
+LOSSES += [(name, x) for name in OPTIONS for x in ("context2", "pipe2xtensor2", "data2-zero2")]
+"""The first ones of each layout that differs for a loss; the others are for the whole set."""
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(*x, marks=() if i in (1, 2) else FULL)
+        for i, x in enumerate(dict.fromkeys(LOSSES))
+    ],
+)
+def test_three_steps_of_each_loss_are_those_of_its_formula(ranks, answers, name, layout):
+    overrides = [*answers("copy")[0], f"train.dpo={OPTIONS[name]}"]
+    truth, logged, val, val_pairs = ranks(1).run(of_formula, overrides)[0]
+    size, changes = LAYOUTS[layout]
+    found = ranks(size).run(preferred, [*overrides, *changes])
+    for step, expected in enumerate(truth.gradients):
+        parity.expect_close([mine.gradients[step] for mine, *_ in found], [expected])
+    for mine, mine_logged, mine_val, mine_pairs in found:
+        assert mine.losses == pytest.approx(truth.losses, rel=1e-9)
+        assert mine_val == pytest.approx(val, rel=1e-9)
+        assert mine_pairs == pytest.approx(val_pairs, rel=1e-9, abs=1e-12)
+        expect_pairs(mine_logged, logged)
+
+
+def test_every_loss_of_pairs_is_compared():
+    assert {*OPTIONS} == {*PREFERENCE_LOSSES} == {name for name, _ in LOSSES}
 
 
 GPT = ["model.layers=4", "model.dim=16", "model.heads=2"]

@@ -35,7 +35,7 @@ def rows(first: int) -> list[dict[str, str]]:
 
 
 def of_trl(folder: str, model: str, tokenizer: str, overrides: list[str]):
-    """(weights, rows of the log) of trl's trainer."""
+    """Return (weights, rows of the log) of trl's trainer."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -46,6 +46,7 @@ def of_trl(folder: str, model: str, tokenizer: str, overrides: list[str]):
     held, optim = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64), section.optim
     options = trl.DPOConfig(
         output_dir=folder,
+        loss_type=section.train.dpo.loss,
         beta=section.train.dpo.beta,
         max_length=section.data.seq_len,
         per_device_train_batch_size=NUM,
@@ -74,7 +75,8 @@ def of_trl(folder: str, model: str, tokenizer: str, overrides: list[str]):
     return whole(dict(held.named_parameters())), logged
 
 
-def test_three_steps_are_those_of_trl(ranks, tmp_path):
+@pytest.mark.parametrize("loss", ["sigmoid", "sigmoid_norm", "hinge", "ipo"])
+def test_three_steps_are_those_of_trl(ranks, tmp_path, loss):
     model = str(tmp_path / "model")
     ranks(1).run(save_model, {**MODELS["llama"], "vocab_size": 300}, model)
     path, val = (save_lines(tmp_path / f"{i}.jsonl", rows(i)) for i in (0, 100))
@@ -82,6 +84,7 @@ def test_three_steps_are_those_of_trl(ranks, tmp_path):
     tokenizer = save_tokenizer(tmp_path / "tokenizer")
     overrides = [f"model.hf={model}", f"data.path={path}", f"data.val_path={val}", *CHANGES]
     overrides += [f"data.tokenizer={tokenizer}", f"data.cache={tmp_path}/cache"]
+    overrides.append(f"train.dpo.loss={loss}")
     ((mine, logged, *_),) = ranks(1).run(preferred, overrides)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -2,7 +2,7 @@
 
 from torchdistpackage.config.data_section import CHAT_FIELDS, OWN_KEYS, ROWS, DataSection
 from torchdistpackage.config.rules import Rule, named_once, rule
-from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.config.schema import DpoSection, RunConfig
 
 _OF_FORMAT = ("data.name", "data.field", "data.tokenizer")
 
@@ -140,25 +140,19 @@ def _evaluation_is_of_our_data(c: RunConfig, world_size: int | None) -> str | No
     "data.field",
     "data.document_masks",
     "data.packing",
-    "parallel.context",
     "model.loss",
     "model.moe.num_experts",
     "parallel.expert",
-    "train.dpo.beta",
-    "train.dpo.label_smoothing",
+    *(f"train.dpo.{key}" for key in DpoSection.model_fields),
 )
 def _pairs_are_compared(c: RunConfig, world_size: int | None) -> str | None:
     d, plain = c.data, RunConfig()
     if not d.is_preference:
-        dpo, default = c.train.dpo, plain.train.dpo
-        if (dpo.beta, dpo.label_smoothing) == (default.beta, default.label_smoothing):
+        options, default = c.train.dpo, plain.train.dpo
+        if all(getattr(options, x) == getattr(default, x) for x in DpoSection.model_fields):
             return None
         return "train.dpo is for preference pairs; set data.name to preference, or remove train.dpo"
     problems: list[str] = []
-    if c.parallel.context > 1:
-        problems.append(
-            f"parallel.context={c.parallel.context} (the log-probability of an answer is one sum)"
-        )
     if d.document_masks or d.packing != plain.data.packing:
         key, value = ("document_masks", "true") if d.document_masks else ("packing", d.packing)
         problems.append(f"data.{key}={value} (each answer has a row of its own)")
@@ -173,6 +167,19 @@ def _pairs_are_compared(c: RunConfig, world_size: int | None) -> str | None:
     if not problems:
         return None
     return f"data.name=preference does not go with {' nor with '.join(problems)}; remove it"
+
+
+@rule("train.dpo.loss", "train.dpo.label_smoothing", "train.dpo.gamma")
+def _loss_of_pairs_reads_its_keys(c: RunConfig, world_size: int | None) -> str | None:
+    options, plain = c.train.dpo, RunConfig().train.dpo
+    unread = [
+        f"train.dpo.{key}={getattr(options, key)}"
+        for key in ("label_smoothing", "gamma")
+        if key not in options.spec.takes and getattr(options, key) != getattr(plain, key)
+    ]
+    if not unread:
+        return None
+    return f"train.dpo.loss={options.loss} does not read {' and '.join(unread)}; remove it"
 
 
 _READ = ("data.sources", *_OF_FORMAT)

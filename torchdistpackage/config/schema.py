@@ -14,6 +14,7 @@ from torchdistpackage.config.errors import KeyLocations, Problem, SourceLocation
 from torchdistpackage.config.model_section import ModelSection
 from torchdistpackage.config.node_types import NodePathOrNull, NodeSpanOrNull
 from torchdistpackage.config.optim_section import OptimSection
+from torchdistpackage.config.preference_losses import PREFERENCE_LOSSES, PreferenceLossSpec
 from torchdistpackage.config.types import Section, default
 from torchdistpackage.config.yaml_loader import keys_of, write
 from torchdistpackage.errors import ConfigError
@@ -246,6 +247,12 @@ class ProfileSection(Section):
 class DpoSection(Section):
     """The loss for preference pairs, as in DPO (Rafailov et al., arXiv:2305.18290)."""
 
+    loss: k.PreferenceLoss = Field(
+        default="sigmoid",
+        description="Loss of a pair. sigmoid is DPO's, sigmoid_norm the same with the mean over "
+        "the tokens of an answer, hinge and ipo are others with a reference model; simpo and orpo "
+        "need no reference.",
+    )
     beta: k.Positive = Field(
         default=0.1,
         description="Strength of the pull towards the reference model (trl's beta). Raise it to "
@@ -254,8 +261,18 @@ class DpoSection(Section):
     label_smoothing: k.BelowHalf = Field(
         default=0.0,
         description="Assumed share of pairs whose chosen and rejected answers are swapped. Raise "
-        "it for noisy labels.",
+        "it for noisy labels. For loss: sigmoid, sigmoid_norm and simpo.",
     )
+    gamma: k.NotNegative = Field(
+        default=0.5,
+        description="Margin by which simpo wants the chosen answer to be ahead (trl's "
+        "simpo_gamma).",
+    )
+
+    @property
+    def spec(self) -> PreferenceLossSpec:
+        """The loss, with what it needs."""
+        return PREFERENCE_LOSSES[self.loss]
 
 
 class TrainSection(Section):
@@ -538,13 +555,18 @@ class RunConfig(Section):
     _locations: KeyLocations = PrivateAttr(default_factory=KeyLocations)
 
     @property
+    def has_reference(self) -> bool:
+        """Return whether a frozen reference runs forward before each pass: that of pairs."""
+        return self.data.is_preference and self.train.dpo.spec.has_reference
+
+    @property
     def has_reference_copy(self) -> bool:
         """Return whether ranks hold a second, frozen copy of the model.
 
         It is the reference of preference pairs; with LoRA the model with its adapters switched off
         serves instead.
         """
-        return self.data.is_preference and self.model.lora.target is None
+        return self.has_reference and self.model.lora.target is None
 
     def resolve(self, world_size: int) -> Self:
         """Return the same run with `parallel.data` computed for `world_size` ranks.

@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from torchdistpackage.config.optimizers import OPTIMIZERS
+from torchdistpackage.config.preference_losses import PREFERENCE_LOSSES
 from torchdistpackage.config.slurm import EXTRA, OPTIONS
 from torchdistpackage.layout.balances import BALANCES
 from torchdistpackage.layout.exchanges import EXCHANGES
@@ -326,6 +327,7 @@ OnSaveError = Literal["stop", "continue"]
 RequeueMode = Literal["requeue", "chain", "never"]
 Dtype = Annotated[Literal["float32", "float64", "bf16"], BeforeValidator(_bf16)]
 Float32OrBf16 = Annotated[Literal["float32", "bf16"], BeforeValidator(_bf16)]
+PreferenceLoss = Annotated[str, *one_of(PREFERENCE_LOSSES)]
 OnNonfinite = Literal["stop", "skip"]
 _STEP_RANGE = re.compile(r"([1-9]\d{0,8})\.\.([1-9]\d{0,8})")
 

@@ -7,6 +7,7 @@ the answer attends to it. Targets in prompts and padding do not count.
 """
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +49,7 @@ class PreferenceDataset:
         split = split_pairs(text, val_fraction)
         self._pairs = {name: part.documents for name, part in split.parts.items()}
         self._epochs: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
+        self._ranges: Sequence[range] = (range(seq_len),)
         problems = [*split.problems(seq_len), *pair_problems(text, seq_len)]
         if text.vocab > vocab:
             problems.append(
@@ -58,9 +60,10 @@ class PreferenceDataset:
             raise DataError("\n".join(problems))
 
     def part(self, ranges: Sequence[range]) -> "PreferenceDataset":
-        """Return this dataset: ranks never share the sequence of a pair, so each reads it all."""
-        assert [*ranges] == [range(self.seq_len)]
-        return self
+        """See `SequenceSource`."""
+        dataset = copy(self)
+        dataset._ranges = ranges
+        return dataset
 
     @property
     def num_samples(self) -> dict[str, int]:
@@ -78,7 +81,8 @@ class PreferenceDataset:
         *,
         first: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Return (ids, targets), int64 (per_rank, seq_len) each, on the CPU.
+        """Return (ids, targets), int64 (per_rank, seq_len) each, or of a part the positions of its
+        ranges, on the CPU.
 
         Targets of -100 do not count. per_rank, first: counted in rows; a pair has two.
 
@@ -97,7 +101,8 @@ class PreferenceDataset:
             epoch, sample = divmod(pair, len(self._pairs[split]))
             document = 2 * int(self._epoch(split, seed, epoch)[sample]) + side
             self._fill(document, ids[row], targets[row])
-        return torch.from_numpy(ids), torch.from_numpy(targets)
+        own = np.concatenate([np.arange(x.start, x.stop) for x in self._ranges])
+        return torch.from_numpy(ids[:, own]), torch.from_numpy(targets[:, own])
 
     def _fill(
         self, document: int, ids: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]

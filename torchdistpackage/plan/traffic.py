@@ -48,7 +48,7 @@ def uncounted(plan: Plan) -> str | None:
         return f"known once {config.model.loss} runs"
     if not _all_stages_send_back(plan):
         return "not counted for stages in front of the first adapter, which get no gradients"
-    if config.data.is_preference and plan.zero == 3 and not config.has_reference_copy:
+    if config.has_reference and plan.zero == 3 and not config.has_reference_copy:
         return "not counted for pairs of answers whose reference reads what parallel.zero=3 frees"
     settings = getattr(plan.shape, "given", {})
     if parallel.context > 1 and settings.get("sliding_window"):
@@ -76,11 +76,15 @@ def traffic(plan: Plan, rank: int) -> tuple[CallCount, ...]:
     place, of = plan.topology.dense.coord(rank)["pipe"], microbatch(plan, rank)
     layers = list(_attentions(plan, rank, of))
     # the reference of pairs goes forward before each pass
-    passes = (of, of.forward_alone) if plan.config.data.is_preference else (of,)
+    passes = (of, of.forward_alone) if plan.config.has_reference else (of,)
     for stage in plan.schedule.stages_of(place):
         for each in passes:
             for layer in plan.model.layer_numbers(plan.stages[stage], each):
                 layers += layer.calls
+        if of.by_row and stage == plan.schedule.num_stages - 1 and plan.config.parallel.context > 1:
+            text = "log-probabilities of answers and their tokens"
+            number, count = 2 * of.samples, len(passes)
+            layers.append(CallCount("context", "all_reduce", number, of.losses, text, count))
     calls += (call.times(times) for call in layers)
     return merged(x if x.ranks else _placed(plan, rank, x) for x in calls)
 
@@ -348,7 +352,7 @@ def _messages(plan: Plan, rank: int) -> Iterator[CallCount]:
     """Yield the messages between stages: activations forward, and their gradients back."""
     of = microbatch(plan, rank)
     schedules = [plan.schedule]
-    if plan.config.data.is_preference:  # whose reference goes forward alone
+    if plan.config.has_reference:  # which goes forward alone
         schedules.append(evaluation(plan.schedule, plan.config.pipeline.microbatches))
     place = plan.topology.dense.coord(rank)["pipe"]
     actions = (action for each in schedules for action in flatten(each.programs[place]))
@@ -370,7 +374,9 @@ def _attentions(plan: Plan, rank: int, of: Microbatch) -> Iterator[CallCount]:
     first = own_index - own_index % a2a_size
     block, ring = group[first : first + a2a_size], group[own_index % a2a_size :: a2a_size]
     for call in exchange_calls(attention, size, way, own_index, a2a_size=a2a_size):
-        times = number * (2 if call.is_forward and of.recomputed else 1)
+        # also in the recomputed forward, and in that of a reference
+        forwards = 1 + of.recomputed + plan.config.has_reference
+        times = number * (forwards if call.is_forward else 1)
         dtype = of.losses if call.is_wide else of.products
         ranks = tuple(block if call.operation == "all_to_all" else ring)
         num = call.num_elements

@@ -156,12 +156,12 @@ def _preference(model: StagedModel) -> PreferenceLoss | None:
         stage.requires_grad_(False).eval()
         reference = replace(model, stage=stage, layouts=layouts, loss=loss)
         seed_rank(config.run.seed, model.plan.topology.dense, model.rank)
-    options, model_stage = config.train.dpo, next(iter(model.stage.children()))
+    model_stage = next(iter(model.stage.children()))
     return PreferenceLoss(
         reference,
         model.device,
-        beta=options.beta,
-        label_smoothing=options.label_smoothing,
+        config.train.dpo,
+        tpc.get_group("context"),
         rows_dim=getattr(model_stage, "rows_dim", 0),
     )
 

@@ -1,11 +1,12 @@
-"""Direct preference optimisation: the loss of pairs of answers, beside a frozen reference.
-
-Rafailov et al., Direct Preference Optimization, arXiv:2305.18290, equation 7; with label smoothing
-of Mitchell, A note on DPO with noisy preferences and relationship to IPO, 2023.
+"""Training on pairs of answers, most losses of which compare with a frozen reference.
 
 Before each pass over the microbatches the reference runs its forwards by the same schedule, so it
 needs no messages of its own kind on any layout. The reference is the model with its adapters
 switched off, or else a second copy of the initial model.
+
+Ranks that share a sequence each sum the log-probabilities of their tokens, and one all-reduce a
+micro-batch makes them whole. Each then has the whole loss, whose gradient with respect to its own
+summand is right as it is, and one of them reports it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,13 +14,17 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchdistpackage.comm.autograd import Reduce, apply
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.config.schema import DpoSection
 from torchdistpackage.data.source import IGNORE
+from torchdistpackage.lazy import resolve
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.losses import totals_on
 from torchdistpackage.tools.undisturbed import in_eval
+from torchdistpackage.train.preference_losses import PairScores
 from torchdistpackage.train.staged_model import (
     LossFn,
     MicrobatchLoss,
@@ -32,22 +37,23 @@ Run = Callable[..., None]
 
 
 class PreferenceLoss:
-    """The loss of a run on pairs. reference: frozen; None: the model without its adapters.
+    """The loss of a run on pairs.
 
-    rows_dim: the dim of outputs along which rows lie.
+    reference: frozen; None: the model without its adapters, if the loss has a reference at all.
+    context: the ranks that share each sequence. rows_dim: the dim of outputs along which rows lie.
     """
 
     def __init__(
         self,
         reference: StagedModel | None,
         device: torch.device,
+        options: DpoSection,
+        context: Group,
         *,
-        beta: float,
-        label_smoothing: float,
         rows_dim: int = 0,
     ):
-        self._rows_dim = rows_dim
-        self._reference, self._beta, self._smoothing = reference, beta, label_smoothing
+        self._options, self._loss_of_pairs = options, resolve(options.spec.loss)
+        self._reference, self._context, self._rows_dim = reference, context, rows_dim
         self._sums = totals_on(device, len(PairSums._fields))
 
     def take(self) -> Tensor:
@@ -68,9 +74,11 @@ class PreferenceLoss:
         executor: forward alone; run: its `run`.
         """
         reference: dict[int, Tensor] = {}
+        if not self._options.spec.has_reference:
+            return partial(self._loss, model, reference)
 
         def keep(outputs: Tensor, targets: Tensor, m: int) -> tuple[Tensor, Tensor]:
-            reference[m] = log_probs(model.loss, outputs, targets, self._rows_dim)
+            reference[m], _ = self._log_probs(model.loss, outputs, targets)
             return reference[m].sum(), reference[m].new_zeros(())
 
         with self._frozen(model) as frozen:
@@ -89,22 +97,31 @@ class PreferenceLoss:
         """Return (sum of the pairs' losses, number of pairs); a pair without a token that counts is
         none.
         """
-        model_log_probs = log_probs(model.loss, outputs, targets, self._rows_dim)
-        counts = (targets != IGNORE).any(1)[::2]
-        rewards = self._beta * (model_log_probs - reference_log_probs[m])
-        margins = rewards[::2] - rewards[1::2]
-        right, wrong = F.logsigmoid(margins), F.logsigmoid(-margins)
-        losses = -right * (1 - self._smoothing) - wrong * self._smoothing
+        log_probs, num_tokens = self._log_probs(model.loss, outputs, targets)
+        reference = reference_log_probs.get(m)
+        scores = log_probs if reference is None else log_probs - reference
+        counts = num_tokens[::2] > 0
+        pairs = PairScores(scores[::2], scores[1::2])
+        loss = (self._loss_of_pairs(pairs, self._options) * counts).sum()
+        if self._context.rank() > 0:
+            # the first of those that share the sequences reports their loss
+            return loss - loss.detach(), torch.zeros_like(counts.sum())
         if model.tells_loss:
-            rows = (
-                rewards[::2],
-                rewards[1::2],
-                margins > 0,
-                model_log_probs[::2],
-                model_log_probs[1::2],
-            )
+            chosen, rejected = (self._options.beta * x for x in pairs)
+            rows = (chosen, rejected, chosen > rejected, log_probs[::2], log_probs[1::2])
             self._sums += torch.stack([(x * counts).sum().to(self._sums) for x in rows]).detach()
-        return (losses * counts).sum(), counts.sum()
+        return loss, counts.sum()
+
+    def _log_probs(self, loss: LossFn, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each row's log-probability (N,), as the loss of pairs takes it, and the number
+        (N,) of its tokens that count, on all ranks that share the rows.
+        """
+        sums = sum_log_probs(loss, outputs, targets, self._rows_dim)
+        num_tokens = (targets != IGNORE).sum(1).to(sums)
+        if self._context.size() > 1:
+            both = torch.stack([sums, num_tokens])
+            sums, num_tokens = apply(Reduce(self._context), both).unbind()
+        return sums / num_tokens.clamp(min=1) if self._options.spec.is_mean else sums, num_tokens
 
     @contextmanager
     def _frozen(self, model: StagedModel) -> Iterator[StagedModel]:
@@ -116,7 +133,7 @@ class PreferenceLoss:
             yield model
 
 
-def log_probs(loss: LossFn, outputs: Tensor, targets: Tensor, rows_dim: int = 0) -> Tensor:
+def sum_log_probs(loss: LossFn, outputs: Tensor, targets: Tensor, rows_dim: int = 0) -> Tensor:
     """Return the sum (N,) over each row's tokens that count. targets (N, S); outputs (N, S, V/n),
     or (S, N, V/n) with `rows_dim` 1.
 

@@ -1,0 +1,62 @@
+"""Losses of pairs of answers, as functions of what a pair scored.
+
+`PREFERENCE_LOSSES` (config/preference_losses.py) says of each which log-probabilities it takes.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchdistpackage.config.schema import DpoSection
+
+
+class PairScores(NamedTuple):
+    """Of each pair (N,) the score of the chosen and of the rejected answer: its log-probability,
+    over that of the reference where the loss has one.
+    """
+
+    chosen: Tensor
+    rejected: Tensor
+
+
+def sigmoid(scores: PairScores, options: DpoSection) -> Tensor:
+    """Return DPO's loss (N,), with label smoothing."""
+    return _smoothed(options.beta * (scores.chosen - scores.rejected), options.label_smoothing)
+
+
+def hinge(scores: PairScores, options: DpoSection) -> Tensor:
+    """Return SLiC's hinge loss (N,)."""
+    return torch.relu(1 - options.beta * (scores.chosen - scores.rejected))
+
+
+def ipo(scores: PairScores, options: DpoSection) -> Tensor:
+    """Return IPO's squared distance (N,) of the margin to 1 / (2 beta)."""
+    return (scores.chosen - scores.rejected - 1 / (2 * options.beta)).square()
+
+
+def simpo(scores: PairScores, options: DpoSection) -> Tensor:
+    """Return SimPO's loss (N,): the margin has to exceed gamma."""
+    margin = options.beta * (scores.chosen - scores.rejected) - options.gamma
+    return _smoothed(margin, options.label_smoothing)
+
+
+def orpo(scores: PairScores, options: DpoSection) -> Tensor:
+    """Return ORPO's loss (N,): the chosen answer's mean cross entropy, and beta times the loss of
+    its odds over those of the rejected one.
+    """
+    log_odds = _log_odds(scores.chosen) - _log_odds(scores.rejected)
+    return -scores.chosen - options.beta * F.logsigmoid(log_odds)
+
+
+def _smoothed(margin: Tensor, smoothing: float) -> Tensor:
+    return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+
+
+def _log_odds(log_prob: Tensor) -> Tensor:
+    """Return log(p / (1 - p)) of log p. A row of which no token counts has p = 1: its odds are
+    infinite, but its pair does not count, so it must only stay finite, in gradients too.
+    """
+    below_one = log_prob.clamp(max=-1e-12)
+    return below_one - torch.log(-torch.expm1(below_one))
