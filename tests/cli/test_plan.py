@@ -193,7 +193,9 @@ def test_what_ranks_do_not_share_of_a_users_model_is_a_warning(plan, tmp_path):
     path = tmp_path / "own.yaml"
     path.write_text("model: {target: 'my.net:build'}\ndata: {target: 'my.data:Rows'}\n")
     command = (str(path), "data.seq_len=16", "parallel.data=1")
-    assert "my.net:build" not in plan(*command).partition("warning")[2]
+    said = " ".join(plan(*command).partition("warning")[2].split())
+    assert "my.net:build: there is no module my here or on the import path" in said
+    assert "splits only" not in said and "of each sequence" not in said
     said = " ".join(plan(*command, "parallel.tensor=2", "parallel.context=2").split())
     assert "parallel.tensor=2 splits only what my.net:build says" in said
     assert "return tensor_parallel(model)" in said

@@ -170,7 +170,8 @@ def test_what_a_start_changes_is_said_as_far_as_numbers_follow_from_it(tmp_path)
     assert changed_keys(resolved, load(TINY)) == ""
     resolved.write_text(load(TINY).to_yaml())
     layout = ["parallel.pipe=4", "parallel.data=1", "train.accumulate=2", "log.every=3"]
-    assert changed_keys(resolved, load(TINY, layout)) == ""
+    said = "parallel.data=1 (was 2), parallel.pipe=4 (was 2)"
+    assert changed_keys(resolved, load(TINY, layout)) == said
     others = ["model.heads=2", "run.seed=3", "model.rope.theta=5", "train.steps=500"]
     said = "run.seed=3 (was 1234), model.heads=2 (was 4), model.rope.theta=5.0 (was 10000.0), "
     assert changed_keys(resolved, load(TINY, others)) == f"{said}train.steps=500 (was 400)"

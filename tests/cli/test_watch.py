@@ -32,7 +32,7 @@ def test_a_finished_run_is_shown_once(tmp_path: Path, capsys):
                  "5.0k tokens/s", "20.0%", "pipe 20.0%", "2 GiB at most, on rank 2",
                  "on rank 2 (data 1 pipe 0)", "rank 3 (data 1 pipe 1) +20 %"):  # fmt: skip
         assert text in said
-    assert "last step in" not in said and "█" in said
+    assert "ends in about" not in said and "█" in said
 
 
 def test_the_queue_is_asked_for_a_submitted_run(tmp_path: Path, monkeypatch, capsys):
@@ -94,7 +94,7 @@ def test_times_that_are_left_follow_from_steps_and_the_job(tmp_path: Path, monke
     monkeypatch.setattr("torchdistpackage.launch.slurm.runs.holder_of", lambda path: "me")
     status = status_of(Run(folder), time.time())
     assert not status.ended and status.facts["state"] == "running"
-    assert status.facts["last step in"] == "2 min 40 s"
+    assert status.facts["ends in about"] == "2 min 40 s"
     assert status.facts["next checkpoint in"] == "20 s"
     assert status.facts["job ends in"] == "2 h 00 min"
     assert "quiet" in status_of(Run(folder), time.time() + 600).facts["state"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.launch.entrypoint import EntryPoint, missing_module
+from torchdistpackage.launch.entrypoint import EntryPoint, missing_module, missing_name
 
 
 class Outer:
@@ -142,3 +142,29 @@ def test_a_module_that_is_not_there_is_found_out_without_importing(tmp_path, tar
     for name in ("__init__.py", "mod.py", "sub/__init__.py", "sub/deep.py"):
         (tmp_path / "pkg" / name).write_text("raise RuntimeError('imported')")
     assert missing_module(target, [str(tmp_path), *sys.path]) == missing
+
+
+@pytest.mark.parametrize(
+    ("target", "missing"),
+    [
+        ("mod:smoothed", ""),
+        ("mod:Net.of", ""),
+        ("mod:imported", ""),
+        ("mod:smothed", "did you mean smoothed?"),
+        ("mod:entirely_other", "entirely_other in "),
+        ("pkg:absent", "pkg/__init__.py"),
+        ("star:anything", ""),
+        ("broken:anything", ""),
+        ("json.decoder:JSONDecoder", ""),
+        ("json:nothing", "nothing in "),
+    ],
+)
+def test_a_name_that_is_not_there_is_found_out_without_importing(tmp_path, target, missing):
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").touch()
+    text = "from math import sqrt as imported\ndef smoothed(): ...\nclass Net: ...\n"
+    (tmp_path / "mod.py").write_text(f"{text}raise RuntimeError('imported')\n")
+    (tmp_path / "star.py").write_text("from math import *\n")
+    (tmp_path / "broken.py").write_text("def (:\n")
+    found = missing_name(target, [str(tmp_path), *sys.path])
+    assert missing in found if missing else found == ""

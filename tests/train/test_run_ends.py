@@ -16,10 +16,13 @@ import pytest
 from tests.processes import survivors
 from tests.train import parity
 from tests.train.forked import until
+from torchdistpackage.checkpoint import commit as commits
+from torchdistpackage.checkpoint.manifest import Manifest
 from torchdistpackage.launch.process import SignalFlag
 from torchdistpackage.launch.slurm.requeue import EXIT_TEMPFAIL, Decision, RequeueDecision
 from torchdistpackage.train.build import make_loop
 from torchdistpackage.train.finish import PROMPT, ended_line, sample_text
+from torchdistpackage.train.job import how_to_go_on
 from torchdistpackage.train.stop import StopController
 from torchdistpackage.train.train_state import TrainState
 from torchdistpackage.train.wind_up import wind_up
@@ -188,6 +191,7 @@ def test_a_rank_that_exits_before_its_run_has_finished_fails_it(tdp, tmp_path, h
     )
     assert code == 1, out
     assert f"rank {rank} of {num} failed: exit code {7 if how == 'exit' else ''}" in out
+    assert "no checkpoint was saved: the same command starts again at step 0" in out
     if not how.startswith("vanish"):
         call = f"sys.exit({0 if how == 'leave' else 7})"
         assert re.search(re.escape(call) + r' at ".*sources\.py", line \d+, in batch', out), out
@@ -201,6 +205,15 @@ def test_a_rank_that_alone_calls_a_collective_is_named_with_its_line(tdp, tmp_pa
         r'rank 1 of 2 failed: killed by signal 6 \(SIGABRT\), at ".*sources\.py", line \d+, in b'
     )
     assert re.search(first, out), out
+
+
+def test_a_failed_run_says_where_it_goes_on(tmp_path):
+    assert how_to_go_on(tmp_path, 4).startswith("no checkpoint was saved")
+    commits.commit(commits.make_temporary(tmp_path, 10), Manifest(10, 0, (), {}, {}))
+    said = "goes on after step 10, which is saved; "
+    assert f"{said}2 steps will be done again" in how_to_go_on(tmp_path, 12)
+    assert f"{said}1 step will be done again" in how_to_go_on(tmp_path, 11)
+    assert f"{said}0 steps will" in how_to_go_on(tmp_path, 9)
 
 
 def test_a_run_whose_last_save_failed_does_not_say_that_it_saved(tmp_path):

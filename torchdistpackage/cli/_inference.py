@@ -154,7 +154,8 @@ class ModelSource:
         if self.checkpoint is not None and not self.checkpoint.is_dir():
             return [f"--checkpoint {self.checkpoint}: there is no such folder"]
         if self.is_run and self.checkpoint is None and latest(self.path / CHECKPOINTS) is None:
-            return [f"{self.path} has no complete checkpoint; train until it saves one"]
+            text = "has no complete checkpoint; train with checkpoint.save_every until it saves one"
+            return [f"{self.path} {text}"]
         return []
 
     def config(self, keys: Mapping[str, object], changes: Sequence[str]) -> RunConfig:

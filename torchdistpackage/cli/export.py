@@ -87,7 +87,8 @@ def export(
             config = load(resolved, ["model.weights=null"])
         path = checkpoint or latest(run / CHECKPOINTS)
         if path is None:
-            problems.append(f"{run} has no complete checkpoint; train until it saves one")
+            text = "has no complete checkpoint; train with checkpoint.save_every until it saves one"
+            problems.append(f"{run} {text}")
     if checkpoint is not None and not checkpoint.is_dir():
         problems.append(f"--checkpoint {checkpoint}: there is no such folder")
     if config is not None and model_of(config.model) is None:

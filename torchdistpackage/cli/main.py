@@ -123,7 +123,7 @@ def _run_command(command: str, args: list[str]) -> int:
             return end.code
         raise
     except TorchDistError as error:
-        text = printable(f"tdp: {error}")
+        text = printable("\n".join([f"tdp: {error}", *getattr(error, "__notes__", ())]))
         print(wrap(text, indent="    ") if sys.stderr.isatty() else text, file=sys.stderr)
         return _REFUSED if isinstance(error, _REFUSALS) else _FAILED
     except PermissionError as error:

@@ -1,5 +1,6 @@
 """`tdp plan`: show the layout, memory and schedule of a run before it is queued."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +27,7 @@ from torchdistpackage.plan.run_plan import (
     too_long,
 )
 from torchdistpackage.plan.start_bill import start_bill, start_table
+from torchdistpackage.plan.user_code import code_folder, unknown_modules
 from torchdistpackage.report.placement import placement_svg
 from torchdistpackage.topology.mesh import advice, describe
 
@@ -241,7 +243,8 @@ def plan(
     mesh = describe(planned.topology.dense.axes)
     warnings = [x for x in (too_long(planned), *own_model_warnings(planned)) if x is not None]
     # A plan may be made on any machine; only commands that start or queue a run need the files.
-    warnings += [f"{x}; tdp train and tdp submit refuse it" for x in absent_files(run)]
+    absent = absent_files(run) + unknown_modules(run, code_folder(os.environ))
+    warnings += [f"{x}; tdp train and tdp submit refuse it" for x in absent]
     if run.data.tokenizer is not None:
         warnings += resolve(UNUSED_KEYS)(run)
     warnings += () if planned.model is None else planned.model.notes()

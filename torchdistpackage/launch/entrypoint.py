@@ -12,10 +12,13 @@ so that no exit code has to be guessed at and no log parsed.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import inspect
 import pickle
+import re
+import symtable
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +33,7 @@ from torchdistpackage.launch.ipc import Channel, pack, unpack
 
 MAIN_ALIAS = "__tdp_main__"
 _CUT = "__tdp_cut__"
+_STAR_IMPORT = re.compile(r"^\s*from\s.+\simport\s+\*", re.MULTILINE)
 _loading: list[str] = []
 """Modules whose top level this process is running, as a rank, to get at a function."""
 
@@ -191,6 +195,31 @@ def missing_module(target: str, folders: Sequence[str]) -> str:
         elsewhere = number == 1 and not is_file and importlib.util.find_spec(part)
         return "" if elsewhere else name if not is_file else ".".join(parts[: number + 1])
     return ""
+
+
+def missing_name(target: str, folders: Sequence[str]) -> str:
+    """Return what the file of "pkg.module:name" under `folders` lacks, with near names; "" if it
+    defines the name, or may.
+
+    The file is read and not run. A star import, a module's `__getattr__`, a name set in some other
+    way and what is no Python file may all hide the name, so they count as having it.
+    """
+    module, _, dotted = target.partition(":")
+    inner, wanted = Path(*module.split(".")), dotted.partition(".")[0]
+    paths = (Path(x) / y for x in folders for y in (inner / "__init__.py", f"{inner}.py"))
+    file = next((path for path in paths if path.is_file()), None)
+    if file is None or not wanted:
+        return ""
+    try:
+        names = set(symtable.symtable(file.read_text(), str(file), "exec").get_identifiers())
+    except (OSError, SyntaxError, ValueError):  # what the import says of it is better
+        return ""
+    if not names.isdisjoint({wanted, "__getattr__", "globals", "setattr", "exec"}) or (
+        _STAR_IMPORT.search(file.read_text())
+    ):
+        return ""
+    near = difflib.get_close_matches(wanted, names, n=1)
+    return f"{wanted} in {file}" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def main_is_loading() -> bool:

@@ -18,6 +18,7 @@ from torchdistpackage.plan.run_plan import Plan
 
 _DECIDES = ("run.seed", "model.", "data.", "optim.", "precision.", "train.steps", "train.compile")
 """Keys that numbers follow from; results do not depend on the others."""
+_LAYOUT = tuple(f"parallel.{axis}" for axis in ("data", "pipe", "context", "tensor", "expert"))
 _PLACES = ("data.cache",)
 _SHOWN = 6
 
@@ -101,7 +102,7 @@ def refuse_other_optimizer(path: Path, config: RunConfig) -> None:
 
 def changed_keys(resolved: Path, config: RunConfig) -> str:
     """Return what `config` changes against the file of an earlier start, among the keys that
-    numbers follow from.
+    numbers follow from and the degrees of the layout.
 
     An example is "model.heads=2 (was 4)". The text is "" if nothing changed, or if the earlier file
     no longer loads.
@@ -111,7 +112,8 @@ def changed_keys(resolved: Path, config: RunConfig) -> str:
     except (ConfigError, OSError):
         return ""
     now = _flat(config.model_dump())
-    keys = [key for key in now if key.startswith(_DECIDES) and not key.startswith(_PLACES)]
+    decides = [key for key in now if key.startswith(_DECIDES) and not key.startswith(_PLACES)]
+    keys = [*_LAYOUT, *decides]
     changes = [f"{k}={now[k]} (was {before.get(k)})" for k in keys if now[k] != before.get(k)]
     more = [f"{len(changes) - _SHOWN} more"] if len(changes) > _SHOWN else []
     return ", ".join([*changes[:_SHOWN], *more])

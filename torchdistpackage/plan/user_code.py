@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchdistpackage.config.errors import Problem
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.launch.entrypoint import EntryPoint, missing_module
+from torchdistpackage.launch.entrypoint import EntryPoint, missing_module, missing_name
 
 
 def user_object(path: str) -> Callable:
@@ -35,12 +35,20 @@ def add_user_code(env: Mapping[str, str]) -> str:
 
 
 def unknown_modules(config: RunConfig, folder: str) -> list[Problem]:
-    """Return a problem for each import path of the file that leads nowhere from `folder`."""
+    """Return a problem for each import path of the file that leads nowhere from `folder`, as far
+    as it shows without running the modules.
+    """
     model, data = config.model, config.data
     paths = {"model.target": model.target, "model.loss": model.loss, "data.target": data.target}
-    where = [folder, *sys.path]
-    return [
-        config.problem(name, f"{path}: there is no module {missing} here or on the import path")
-        for name, path in paths.items()
-        if path is not None and (missing := missing_module(path, where))
-    ]
+    where, problems = [folder, *sys.path], list[Problem]()
+    for key, path in paths.items():
+        if path is None:
+            continue
+        if missing := missing_module(path, where):
+            text = f"there is no module {missing} here or on the import path"
+        elif missing := missing_name(path, where):
+            text = f"there is no {missing}"
+        else:
+            continue
+        problems.append(config.problem(key, f"{path}: {text}"))
+    return problems

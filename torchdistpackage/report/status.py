@@ -33,7 +33,7 @@ class RunStatus:
     @property
     def line(self) -> str:
         """The entire status in one line."""
-        shown = ("state", "loss", "throughput", "bubble", "lagging", "last step in")
+        shown = ("state", "loss", "throughput", "bubble", "lagging", "ends in about")
         words = [f"{name} {self.facts[name]}" for name in shown if name in self.facts]
         return "  ".join([f"step {self.step}/{self.num_steps or '?'}", *words])
 
@@ -103,7 +103,7 @@ def _times(data: Run, step: int, step_s: float | None, now_s: float, ended: bool
     if ended or not step_s:
         return facts
     if data.num_steps is not None:
-        facts["last step in"] = duration((data.num_steps - step) * step_s)
+        facts["ends in about"] = duration((data.num_steps - step) * step_s)
     every, minutes = (
         data.config.get("checkpoint.save_every"),
         data.config.get("checkpoint.save_every_min"),

@@ -39,10 +39,13 @@ def finish(loop: Loop, loss: float, *, text: str | None, plot: bool) -> None:
             for part in textwrap.wrap(line, width, drop_whitespace=False) or [""]:
                 print_line(f"  | {part}")
     picture = plot_loss(loop.folder / METRICS, unit=loop.log.unit) if plot else None
-    kept = [RESOLVED, METRICS, f"{CHECKPOINTS}/", "logs/", *loop.artifacts]
-    kept += [PLOT] if picture else []
+    has_weights = (loop.folder / CHECKPOINTS).is_dir()
+    kept = [RESOLVED, METRICS, *([f"{CHECKPOINTS}/"] if has_weights else []), "logs/"]
+    kept += [*loop.artifacts, *([PLOT] if picture else [])]
     print_line(f"run folder {loop.folder}")
     print_line(textwrap.indent(textwrap.fill(", ".join(kept), width), "  "))
+    if not has_weights:
+        print_line("no weights were saved; checkpoint.save_every keeps them")
     print_line(f"next: tdp report {loop.folder}")
 
 

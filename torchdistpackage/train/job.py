@@ -94,6 +94,18 @@ def launch(path: str, overrides: list[str], resume: str = "auto") -> int:
     return be_rank(config, rendezvous, resume)
 
 
+def how_to_go_on(checkpoints: Path, step: int) -> str:
+    """Return where a run that failed after `step` goes on, and how many steps that costs."""
+    saved = latest(checkpoints)
+    if saved is None:
+        return "no checkpoint was saved: the same command starts again at step 0"
+    lost = max(step - step_of(saved), 0)
+    return (
+        f"the same command goes on after step {step_of(saved)}, which is saved; {lost} "
+        f"step{'s' if lost != 1 else ''} will be done again"
+    )
+
+
 # -- the parent of all ranks, where no launcher is ----------------------------------------------
 
 
@@ -135,6 +147,7 @@ def start_ranks(path: str, overrides: list[str], resume: str) -> int:
         except RankError as error:
             step = next((row["step"] for row in last_rows(files.run / METRICS)), 0)
             note_event(files.run, END, step, word="failed", reason=str(error).partition("\n")[0])
+            error.add_note(how_to_go_on(files.run / CHECKPOINTS, step))
             raise
     if EXIT_TEMPFAIL not in codes:
         return 0

@@ -37,7 +37,7 @@ from torchdistpackage.launch.slurm.query import (
 )
 from torchdistpackage.launch.slurm.requeue import Decision, RequeueDecision
 from torchdistpackage.launch.slurm.run_dir import Start, Submission, read_records, read_starts
-from torchdistpackage.run_files import RunDir
+from torchdistpackage.run_files import RESOLVED, RunDir
 
 _TAIL_BYTES, _MOST_CONFIG = 1 << 16, 1 << 24
 _STEPS = re.compile(r"^train:\n(?:[ #].*\n|\n)*? +steps: *(\d+)", re.MULTILINE)
@@ -182,6 +182,8 @@ def find(name: str, folder: Path) -> list[SubmittedRun]:
     name_or_id = [name_or_id for run in runs for name_or_id in (run.name, run.latest.job)]
     near = difflib.get_close_matches(name, name_or_id, n=3) or name_or_id[-4:][::-1]
     hint = f"did you mean {' or '.join(near)}?" if near else "no run there was ever submitted"
+    if local := [path for path in paths if (path / RESOLVED).is_file()]:
+        hint = f"{local[0]} was not submitted; tdp watch {local[0]} and tdp report show such a run"
     raise ConfigError(f"no run in {folder} has the name or job id {name!r}; {hint}")
 
 
