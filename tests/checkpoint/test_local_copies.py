@@ -224,13 +224,14 @@ def test_what_a_rank_reads_at_a_start_does_not_grow_with_the_ranks():
             (nothing, [names[i], names[(i + 8) % num_ranks]], files if i == 8 else None)
             for i in range(num_ranks)
         ]
-        answers = _divided(told).answers
+        answers: Any = _divided(told).answers
         assert sorted(name for _, _, share in answers for name in share) == names
         assert {lost for _, lost, _ in answers} == {""}
         sizes[num_ranks] = max(len(pickle.dumps(answer)) for answer in answers)
         told = [(nothing, [], files if i == 8 else None) for i in range(num_ranks)]
         told[3] = (_named([f"{name} is damaged" for name in names]), [], None)
-        notes, lost, _ = _divided(told).answers[0]
+        first: Any = _divided(told).answers[0]
+        notes, lost, _ = first
         assert len(notes) == 9 and notes[-1].endswith(f"usable: {num_ranks - 8} more")
         assert lost.startswith(f"{num_ranks} of its {num_ranks} files, such as {names[0]}")
     assert sizes[4096] <= sizes[32] + 32
