@@ -25,7 +25,7 @@ from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.registry import spec_of
 from torchdistpackage.plan.memory import MemoryEstimate, memory
 from torchdistpackage.plan.memory_fit import largest_peak, unpredicted_memory
-from torchdistpackage.plan.peak import least_kept
+from torchdistpackage.plan.peak import FRAGMENTED, least_kept
 from torchdistpackage.plan.run_plan import Plan, make_plan, stage_loads
 from torchdistpackage.plan.stage_partition import ModelUnits, cut_of
 from torchdistpackage.plan.step_time import (
@@ -516,11 +516,12 @@ class _LayoutSearch:
             config = config.model_copy(update={"data": samples, "pipeline": pipeline})
             plan = replace(self.base, config=config, topology=world, model=spec_of(config))
             on_gpu = not self.device.is_host
+            share = 1 + FRAGMENTED * on_gpu
             middle = self.base.pieces[1:3]
             assert middle[0].rpartition(".")[0] == middle[1].rpartition(".")[0]
             self._bytes[key] = (
-                least_kept(plan, (1, 2), on_gpu=on_gpu),
-                least_kept(plan, (len(plan.pieces) - 1,), on_gpu=on_gpu),
+                share * least_kept(plan, (1, 2), on_gpu=on_gpu),
+                share * least_kept(plan, (len(plan.pieces) - 1,), on_gpu=on_gpu),
             )
         return self._bytes[key]
 
