@@ -72,6 +72,7 @@ NAMES: dict[str, str] = {
     "save_tensor_parallel": "parallel.auto.saving:save_tensor_parallel",
     "clip_grad_norm_": "optim.clip:clip_grad_norm_",
     "GradScaler": "optim.scaler:GradScaler",
+    "Callback": "train.loop:Callback",
     # tools around any model; more in torchdistpackage.tools
     "register_profile_hooks": "tools.module_profiler:register_profile_hooks",
     "remove_profile_hooks": "tools.module_profiler:remove_profile_hooks",

@@ -275,6 +275,21 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "optim.schedule_args optim.schedule=linear takes none remove",
     ),
     (
+        {"optim__args": {"betas": 1}},
+        "optim.target",
+        "optim.args (betas) has no effect without optim.target; remove it",
+    ),
+    (
+        {"optim__name": "sgd", "optim__target": "a:B"},
+        "optim.target",
+        "optim.name=sgd and optim.target=a:B exclude each other; remove one",
+    ),
+    (
+        {"optim__target": "a:B", "parallel__tensor": 2},
+        "optim.target",
+        "optim.target=a:B parallel.tensor=2 use data, pipe, context zero adamw",
+    ),
+    (
         {"optim__name": "muon", "parallel__tensor": 2},
         "optim.name",
         "optim.name=muon parallel.tensor=2 use data, pipe, context zero adamw",

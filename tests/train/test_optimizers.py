@@ -11,6 +11,7 @@ import torch
 from tests.train import parity
 from tests.train.test_parity import overrides
 from torchdistpackage.config.load import loads
+from torchdistpackage.errors import ConfigError
 from torchdistpackage.plan.memory import memory
 from torchdistpackage.train.metric_rows import read_metrics
 from torchdistpackage.train.optimizers import JointOptimizer, make_optimizer
@@ -24,6 +25,7 @@ LAYOUTS = {
     "adafactor": [{"data": 2, "pipe": 2}, {"data": 2, "zero": 3}, {"context": 2}],
     "adamw8bit": [{"data": 2, "pipe": 2, "zero": 1}, {"data": 2, "zero": 2}, {"pipe": 2}],
     "sgd": [{"data": 2, "zero": 1}, {"tensor": 2}, {"data": 2, "zero": 3}],
+    "torch.optim:RAdam": [{"data": 2, "zero": 1}, {"data": 2, "pipe": 2}],
 }
 
 
@@ -70,7 +72,8 @@ def asked(name: str, layout: dict[str, int]) -> tuple[int, list[str], list[str]]
     """(ranks, overrides of one process, of the layout)."""
     axes = {"data": 1, "pipe": 1, "tensor": 1, "context": 1, **layout}
     size = axes["data"] * axes["pipe"] * axes["tensor"] * axes["context"]
-    base = [*overrides({**axes, "data": 2}, tied=False), f"optim.name={name}", "optim.lr=0.02"]
+    key = "target" if ":" in name else "name"
+    base = [*overrides({**axes, "data": 2}, tied=False), f"optim.{key}={name}", "optim.lr=0.02"]
     base += ["parallel.context=1"]
     if name in ("adamw8bit", "muon"):
         # matrices large enough for 8 bits, each with a side as long as the vocabulary
@@ -122,6 +125,29 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_under_another_layout(
     moved = ranks(size).run(after_steps, other, None, str(tmp_path))
     parity.expect_close([x.weights for x in moved], [x.weights for x in whole])
     assert all(x.planned_bytes == x.state_bytes for x in moved) or name == "muon"
+
+
+def no_optimizer(groups, lr):
+    return groups
+
+
+def test_an_optimizer_of_the_user_gets_the_groups_and_its_arguments():
+    stage = torch.nn.Linear(3, 2)
+    text = "optim: {target: 'torch.optim:RAdam', lr: 0.1, args: {betas: [0.5, 0.6]}}"
+    optimizer = make_optimizer(stage, loads(text).optim, tables=())
+    assert isinstance(optimizer, JointOptimizer) and type(optimizer.parts[0]) is torch.optim.RAdam
+    assert [(g["weight_decay"], g["betas"], g["lr"]) for g in optimizer.param_groups] == [
+        (0.1, [0.5, 0.6], 0.1),
+        (0.0, [0.5, 0.6], 0.1),
+    ]
+    optimizer.found_inf = torch.ones(())
+    before = stage.weight.clone()
+    stage(torch.ones(3)).sum().backward()
+    optimizer.step()
+    assert torch.equal(stage.weight, before), "a step that is not finite is left out"
+    wrong = loads(f"optim: {{target: '{__name__}:no_optimizer'}}").optim
+    with pytest.raises(ConfigError, match="no_optimizer returned a list"):
+        make_optimizer(stage, wrong, tables=())
 
 
 def test_muon_and_adamw_are_torchs_own_and_leave_a_broken_step_out():

@@ -17,7 +17,6 @@ from torchdistpackage.config.data_split import split_at_end, too_few_tokens
 from torchdistpackage.config.errors import Problem
 from torchdistpackage.config.hugging_face import tokenizer_file, vocabulary_size
 from torchdistpackage.config.job_geometry import GPUS, LAYOUT, JobGeometry, job_geometry
-from torchdistpackage.config.optimizers import OPTIMIZERS
 from torchdistpackage.config.packages import too_old
 from torchdistpackage.config.rules import DEGREES
 from torchdistpackage.config.rules_data import DATA_RULES
@@ -191,7 +190,7 @@ def _needed_packages(config: RunConfig) -> dict[str, str]:
         "peft": ("model.lora.target", model.lora.target is not None),
         "bitsandbytes": ("model.lora.load_in_4bit", model.lora.load_in_4bit),
     }
-    if package := OPTIMIZERS[config.optim.name].package:
+    if package := config.optim.spec.package:
         needs[package] = ("optim.name", True)
     return {package: key for package, (key, is_needed) in needs.items() if is_needed}
 

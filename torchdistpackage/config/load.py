@@ -322,7 +322,21 @@ def _unfit_value(path: Keys, value: object) -> str:
     items = cast(list[object], value) if isinstance(value, list) else [value]
     wrong = (item for item in items if isinstance(item, str) and item not in wants.choices)
     close = next((c for c in (nearest(name, wants.choices) for name in wrong) if c), None)
-    return f"{text}; did you mean {close}?" if close else text
+    if close:
+        return f"{text}; did you mean {close}?"
+    target = dotted((*path[:-1], "target"))
+    if path[-1] == "name" and target in KEYS and isinstance(value, str) and ":" in value:
+        return f"{text}; {target} takes an import path"
+    if dotted(path) == "model.name":
+        return f"{text}; {_OTHER_MODELS}"
+    return text
+
+
+_OTHER_MODELS = (
+    "gpt with model.norm=rms, mlp=swiglu and others is a Llama (docs/models.md, "
+    "configs/llama_13b_slurm.yaml); model.hf trains the model of a Hugging Face folder, and "
+    "model.target your own"
+)
 
 
 def _shown(value: object) -> str:

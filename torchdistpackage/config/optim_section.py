@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pydantic import Field
 
 from torchdistpackage.config import types as k
+from torchdistpackage.config.optimizers import OPTIMIZERS, OWN, OptimizerSpec
 from torchdistpackage.config.types import Section
 
 SCHEDULE_ARGS: Mapping[str, tuple[str, ...]] = {
@@ -39,6 +40,15 @@ class OptimSection(Section):
         description="Optimizer. muon updates matrices, and leaves embeddings, the head and all "
         "else to AdamW. adamw8bit keeps its state in 8 bits (bitsandbytes), except for embeddings "
         "and the head.",
+    )
+    target: k.ImportPath = Field(
+        default=None,
+        description="Import path of your own optimizer, such as mine:MyOptimizer, instead of name. "
+        "It is called as target(groups, lr=lr, **args) and returns a torch.optim.Optimizer "
+        "(docs/own_code.md).",
+    )
+    args: k.FreeForm = Field(
+        default_factory=dict, description="Keyword arguments of target, besides lr."
     )
     lr: k.Positive = Field(
         default=1e-3, description="Highest learning rate, reached at the end of warm-up."
@@ -81,6 +91,11 @@ class OptimSection(Section):
         default=0.1,
         description="Only for warmup_cosine: learning rate at the end of the run, divided by lr.",
     )
+
+    @property
+    def spec(self) -> OptimizerSpec:
+        """Return the row of the optimizer: that of `name`, or of every optimizer of a user."""
+        return OPTIMIZERS[self.name] if self.target is None else OWN
 
     def warmup(self, num_steps: int) -> int:
         """Return the number of warm-up steps in a run of `num_steps`."""

@@ -127,6 +127,14 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = {
     )
 }
 
+OWN = OptimizerSpec(
+    "target",
+    f"{_MAKERS}:from_user",
+    two_numbers,  # as AdamW, because nobody knows before it has stepped
+    needs_whole="may update an element from others of its parameter",
+)
+"""The row of `optim.target`: nothing is known of the class but that it is an optimizer."""
+
 
 def page_rows() -> str:
     """Return the table of docs/zero.md."""

@@ -1,7 +1,6 @@
 """Rules of the optim section: which arguments a schedule takes, and which layouts an optimizer."""
 
-from torchdistpackage.config.optim_section import SCHEDULE_ARGS, SCHEDULE_SHAPES
-from torchdistpackage.config.optimizers import OPTIMIZERS
+from torchdistpackage.config.optim_section import SCHEDULE_ARGS, SCHEDULE_SHAPES, OptimSection
 from torchdistpackage.config.rules import Rule, rule
 from torchdistpackage.config.schema import RunConfig
 
@@ -51,15 +50,28 @@ def _unsound(c: RunConfig) -> str | None:
     return None
 
 
-@rule("optim.name", "parallel.tensor", "parallel.expert")
+@rule("optim.target", "optim.name", "optim.args")
+def _optimizer_is_named_once(c: RunConfig, world_size: int | None) -> str | None:
+    name, target = c.optim.name, c.optim.target
+    if target is None and c.optim.args:
+        keys = ", ".join(c.optim.args)
+        return f"optim.args ({keys}) has no effect without optim.target; remove it"
+    if target is not None and name != OptimSection().name:
+        return f"optim.name={name} and optim.target={target} exclude each other; remove one"
+    return None
+
+
+@rule("optim.name", "optim.target", "parallel.tensor", "parallel.expert")
 def _some_see_whole_parameters(c: RunConfig, world_size: int | None) -> str | None:
-    why = OPTIMIZERS[c.optim.name].needs_whole
+    why = c.optim.spec.needs_whole
     degrees = {key: getattr(c.parallel, key) for key in ("tensor", "expert")}
     split = [f"parallel.{key}={size}" for key, size in degrees.items() if size > 1]
     if not why or not split:
         return None
+    target = c.optim.target
+    chosen = f"optim.name={c.optim.name}" if target is None else f"optim.target={target}"
     return (
-        f"optim.name={c.optim.name} {why}, but {' and '.join(split)} gives each rank only a part "
+        f"{chosen} {why}, but {' and '.join(split)} gives each rank only a part "
         "of it; use data, pipe, context and zero instead, or optim.name=adamw"
     )
 

@@ -524,6 +524,12 @@ class LogSection(Section):
         description="Services that receive the rows of metrics.jsonl too. Each needs the extra of "
         "its name, such as pip install torchdistpackage[wandb].",
     )
+    callbacks: k.ImportPaths = Field(
+        default=(),
+        description="Import paths of your own callbacks, such as [mine:Extra]. Each is called "
+        "without arguments on every rank and returns a torchdistpackage.Callback, which can add "
+        "values to the log (docs/own_code.md).",
+    )
 
 
 class DdpSection(Section):

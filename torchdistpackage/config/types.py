@@ -220,6 +220,12 @@ ImportPath = (
     ]
     | None
 )
+ImportPaths = Annotated[
+    tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$", max_length=200)], ...],
+    Field(max_length=100),
+    BeforeValidator(_sequence),
+    Expected("a list of import paths, such as [pkg.module:Extra]"),
+]
 FreeForm = Annotated[dict[str, JsonValue], Expected("a mapping of names to plain YAML values")]
 SlurmOptions = Annotated[
     dict[str, JsonValue],

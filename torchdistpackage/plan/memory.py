@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torchdistpackage.config.optimizers import OPTIMIZERS, ParameterPart
+from torchdistpackage.config.optimizers import ParameterPart
 from torchdistpackage.config.schema import PrecisionSection, RunConfig
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.layout.derive import (
@@ -119,7 +119,7 @@ def memory(
         stepped = part if zero >= 1 else count
         optimizer += stepped * wide.num_bytes * has_copy
         state = ParameterPart(tuple(layout.shape), layout.is_table, stepped)
-        optimizer += OPTIMIZERS[config.optim.name].state_bytes(state, wide.num_bytes)
+        optimizer += config.optim.spec.state_bytes(state, wide.num_bytes)
     return MemoryEstimate(weights, gradients, optimizer)
 
 
@@ -138,7 +138,7 @@ def _parts(
             sharing.setdefault(ranks, []).append((layout.name, num_elements(layout, mesh, rank)))
     parts: dict[str, int] = {}
     for ranks, members in sharing.items():
-        if not OPTIMIZERS[config.optim.name].needs_whole:
+        if not config.optim.spec.needs_whole:
             parts |= {name: -(-count // len(ranks)) for name, count in members}
             continue
         shares = greedy_partition([count for _, count in members], len(ranks))

@@ -11,7 +11,6 @@ from typing import Any
 from torchdistpackage.checkpoint.commit import candidates, damage, newest_complete, none_complete
 from torchdistpackage.checkpoint.manifest import read_manifest
 from torchdistpackage.config.load import load
-from torchdistpackage.config.optimizers import OPTIMIZERS
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import CheckpointError, ConfigError
 from torchdistpackage.plan.run_plan import Plan
@@ -91,8 +90,8 @@ def refuse_other_optimizer(path: Path, config: RunConfig) -> None:
         key for name in read_manifest(path).tensors if (key := name.rpartition("#")[2]) != name
     }
     state_keys -= {"step", "master"}
-    name = config.optim.name
-    if state_keys and state_keys.isdisjoint(OPTIMIZERS[name].state_keys or state_keys):
+    name, wanted = config.optim.name, config.optim.spec.state_keys
+    if state_keys and state_keys.isdisjoint(wanted or state_keys):
         raise CheckpointError(
             f"{path} has the state of another optimizer ({', '.join(sorted(state_keys))}), which "
             f"optim.name={name} does not read. Go on with the optimizer it was written with, begin "

@@ -35,6 +35,7 @@ from torchdistpackage.plan.memory import (
 )
 from torchdistpackage.plan.stage_partition import ModelUnits, Stages
 from torchdistpackage.plan.stage_partition import stages as find_stages
+from torchdistpackage.plan.user_code import user_targets
 from torchdistpackage.schedule.actions import ActionKind, Program, Schedule, flatten
 from torchdistpackage.schedule.engine import Timeline
 from torchdistpackage.topology.mesh import Topology, describe, topology
@@ -175,13 +176,7 @@ class Plan:
     @property
     def user_code(self) -> dict[str, tuple[str, Mapping[str, object]]]:
         """Import path and keyword arguments of the user's own code, by key."""
-        model, data = self.config.model, self.config.data
-        named = {
-            "model.target": (model.target, model.args),
-            "model.loss": (model.loss, {}),
-            "data.target": (data.target, data.args),
-        }
-        return {key: (path, args) for key, (path, args) in named.items() if path is not None}
+        return user_targets(self.config)
 
     def changed(self, change: Callable[[RunConfig], RunConfig]) -> "Plan":
         """Return the plan of a changed run, on as many ranks as its degrees multiply to.

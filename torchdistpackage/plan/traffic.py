@@ -9,7 +9,6 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torchdistpackage.config.optimizers import OPTIMIZERS
 from torchdistpackage.ddp.bucket_plan import Bucket, BucketEntry, plan_buckets
 from torchdistpackage.ddp.zero.shard_bounds import (
     ModuleParam,
@@ -246,7 +245,7 @@ def _sharded(plan: Plan, rank: int, summed: list[_Summed]) -> Iterator[PlannedBu
     ]
     numbers = group_by_module(modules, plan.bucket_bytes)
     narrowest = min(weight.num_bytes, plan.numbers.reduced.num_bytes)
-    owner_of = _owners(summed) if OPTIMIZERS[plan.config.optim.name].needs_whole else None
+    owner_of = _owners(summed) if plan.config.optim.spec.needs_whole else None
     for group, bucket in _buckets(summed, wide.num_bytes, UNLIMITED_BYTES, numbers):
         ranks, offsets = group.ranks, bucket.offsets
         members = tuple((summed[i].name, summed[i].num_elements) for i in bucket.members)

@@ -34,16 +34,25 @@ def add_user_code(env: Mapping[str, str]) -> str:
     return folder
 
 
+def user_targets(config: RunConfig) -> dict[str, tuple[str, Mapping[str, object]]]:
+    """Return import path and keyword arguments of the user's own code, by key."""
+    model, data, optim = config.model, config.data, config.optim
+    targets = {
+        "model.target": (model.target, model.args),
+        "model.loss": (model.loss, {}),
+        "data.target": (data.target, data.args),
+        "optim.target": (optim.target, optim.args),
+    }
+    targets |= {f"log.callbacks[{i}]": (path, {}) for i, path in enumerate(config.log.callbacks)}
+    return {key: (path, args) for key, (path, args) in targets.items() if path is not None}
+
+
 def unknown_modules(config: RunConfig, folder: str) -> list[Problem]:
     """Return a problem for each import path of the file that leads nowhere from `folder`, as far
     as it shows without running the modules.
     """
-    model, data = config.model, config.data
-    paths = {"model.target": model.target, "model.loss": model.loss, "data.target": data.target}
     where, problems = [folder, *sys.path], list[Problem]()
-    for key, path in paths.items():
-        if path is None:
-            continue
+    for key, (path, _) in user_targets(config).items():
         if missing := missing_module(path, where):
             text = f"there is no module {missing} here or on the import path"
         elif missing := missing_name(path, where):

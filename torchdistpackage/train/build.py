@@ -49,6 +49,7 @@ from torchdistpackage.train.callbacks import (
     SaveEvents,
     SourceShares,
     StragglerCheck,
+    own_callback,
 )
 from torchdistpackage.train.compiled import compile_blocks
 from torchdistpackage.train.data_build import blend_of, build_data, build_eval_sets
@@ -255,6 +256,7 @@ def make_loop(
         callbacks.append(SourceShares(blend, trainer.seed))
     if train.check_replicas_every:
         callbacks.append(ReplicaCheck(trainer, train.check_replicas_every))
+    callbacks += map(own_callback, config.log.callbacks)
     return Loop(
         trainer,
         state,

@@ -10,16 +10,32 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.data.blend import BlendedDataset
 from torchdistpackage.ddp.param_sync import ReplicatedTensor, check_replicas
 from torchdistpackage.ddp.sharded import ShardedOptimizer
-from torchdistpackage.errors import NonFiniteError
+from torchdistpackage.errors import ConfigError, NonFiniteError
 from torchdistpackage.harness.stragglers.compare import Comparison
 from torchdistpackage.launch.run_events import SAVE, note_event
 from torchdistpackage.layout.derive import replica_ranks
 from torchdistpackage.plan.run_plan import Plan, stage_loads
+from torchdistpackage.plan.user_code import user_object
 from torchdistpackage.train.log import SHARES
 from torchdistpackage.train.loop import Callback, Loop
 from torchdistpackage.train.nonfinite import explain
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.step_stats import PendingStep, StepResult
+
+
+def own_callback(path: str) -> Callback:
+    """Return the callback that the user's code at an import path of `log.callbacks` makes.
+
+    Raises:
+        ConfigError: it returned something else.
+    """
+    callback: object = user_object(path)()
+    if not isinstance(callback, Callback):
+        raise ConfigError(
+            f"log.callbacks: {path} returned a {type(callback).__name__}; return an object of a "
+            "class derived from torchdistpackage.Callback"
+        )
+    return callback
 
 
 class ReplicaCheck(Callback):

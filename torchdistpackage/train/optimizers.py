@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.config.optim_section import OptimSection
-from torchdistpackage.config.optimizers import OPTIMIZERS
+from torchdistpackage.errors import ConfigError
 from torchdistpackage.lazy import resolve
+from torchdistpackage.plan.user_code import user_object
 from torchdistpackage.train.decay import decaying
 
 Groups = list[dict[str, Any]]
@@ -35,7 +36,7 @@ def make_optimizer(
     groups = _groups((matrices, decay), (vectors, 0.0))
     if not groups:
         return None
-    spec = OPTIMIZERS[section.name]
+    spec = section.spec
     make = resolve(spec.make)
     if spec.takes == "all":
         optimizer = make(groups, section)
@@ -102,6 +103,22 @@ def muon(groups: Groups, section: OptimSection) -> torch.optim.Optimizer:
     return torch.optim.Muon(
         groups, lr=section.lr, momentum=section.momentum, adjust_lr_fn="match_rms_adamw"
     )
+
+
+def from_user(groups: Groups, section: OptimSection) -> torch.optim.Optimizer:
+    """Return the optimizer that `optim.target` makes.
+
+    Raises:
+        ConfigError: it returned something else.
+    """
+    assert section.target is not None
+    optimizer: object = user_object(section.target)(groups, lr=section.lr, **section.args)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optim.target {section.target} returned a {type(optimizer).__name__}; return a "
+            "torch.optim.Optimizer of the parameter groups that it is given"
+        )
+    return optimizer
 
 
 class JointOptimizer(torch.optim.Optimizer):
