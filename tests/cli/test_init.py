@@ -84,6 +84,11 @@ def test_the_file_of_each_kind_of_answer_plans(folder: Path, kind: str, capsys):
     assert run.data.name == names.get(kind, "text")
     assert run.data.field == {"prompts": "prompt+completion", "chats": "messages"}.get(kind, "text")
     if kind == "slurm":
+        text = Path("run.yaml").read_text()
+        assert "# cpus-per-task: 8  # CPU cores" in text and "h100:8" in text
+        again = text.replace("    # cpus-per-task", "    cpus-per-task")
+        Path("more.yaml").write_text(again)
+        assert load("more.yaml").launch.slurm["cpus-per-task"] == 8
         assert main(["submit", "run.yaml", "--dry-run"]) == 0
         assert "#SBATCH --nodes=2" in capsys.readouterr().out
 

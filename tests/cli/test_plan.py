@@ -338,6 +338,10 @@ def test_a_data_file_that_is_not_here_is_a_warning(plan, refusal, tmp_path):
     (warning,) = [x for x in plan(TINY, source, absent).split("\n\n") if x.startswith("warning")]
     assert f"{tmp_path}/none.txt does not exist" in " ".join(warning.split())
     assert "none.txt does not exist" in refusal("train", TINY, source, absent)
+    tokenizer = f"data.tokenizer={tmp_path}/nowhere"
+    assert f"{tmp_path}/nowhere does not exist" in " ".join(
+        plan(TINY, source, absent, tokenizer).split()
+    )
 
 
 def test_keys_of_chats_that_nobody_uses_are_a_warning(plan, tmp_path):

@@ -16,6 +16,7 @@ import pytest
 from torchdistpackage import train
 from torchdistpackage.errors import DataError
 from torchdistpackage.plan.logged_values import VALUES
+from torchdistpackage.report.run import Run
 from torchdistpackage.train.log import ProgressDisplay, StepLog, plot_loss
 from torchdistpackage.train.metric_rows import MetricsLog, read_metrics
 from torchdistpackage.train.step_stats import StepResult
@@ -363,3 +364,20 @@ def test_each_key_that_the_package_notes_has_a_row():
     }
     assert {"stragglers", "epochs"} <= noted
     assert noted - {None} <= {value.name for value in VALUES}
+
+
+@pytest.mark.parametrize(("terms", "unit"), [(256, "tokens"), (8, "samples")])
+def test_a_loss_of_the_user_names_what_it_counts(tmp_path, terms, unit):
+    """The speed is of tokens where the loss counts more terms than the step has samples."""
+    log = StepLog(
+        tmp_path, 1, rank=0, samples=8, is_cross_entropy=False, flops_per_token=2, every=1
+    )
+    with log.opened(0):
+        log.see(terms)
+        log.write(StepResult(1, 2.0, 1.0, terms, 0.5, 0.1, None), terms, {})
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert log.unit == unit and not log.in_nats
+    assert row["flops_per_s"] == (4 * terms if unit == "tokens" else None)
+    text = "model: {target: 'mine:net', loss: 'mine:loss'}\ndata: {global_batch: 8}\n"
+    (tmp_path / "resolved.yaml").write_text(text)
+    assert Run(tmp_path).unit == unit, "a report says the same"

@@ -239,10 +239,15 @@ def _slurm(answers: Answers) -> Iterator[str]:
         "gpus-per-node": answers.per_node,
         "time": "1:00:00",
     }
-    comments = {"gpus-per-node": "remove on nodes without GPUs", "time": "hours:minutes:seconds"}
+    comments = {
+        "gpus-per-node": "or h100:8, whose speed tdp plan knows; remove without GPUs",
+        "time": "hours:minutes:seconds",
+    }
     for key, value in options.items():
         comment = f"  # {comments[key]}" if key in comments else ""
         yield f"    {write({key: value}).rstrip()}{comment}"
+    # a comment, because a job that asks for more cores than a node has is refused
+    yield "    # cpus-per-task: 8  # CPU cores of a rank; without it Slurm gives each rank 1"
 
 
 def _model_keys(answers: Answers) -> dict[str, Any]:

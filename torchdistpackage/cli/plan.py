@@ -245,7 +245,7 @@ def plan(
     # A plan may be made on any machine; only commands that start or queue a run need the files.
     absent = absent_files(run) + unknown_modules(run, code_folder(os.environ))
     warnings += [f"{x}; tdp train and tdp submit refuse it" for x in absent]
-    if run.data.tokenizer is not None:
+    if run.data.tokenizer is not None and Path(run.data.tokenizer).exists():
         warnings += resolve(UNUSED_KEYS)(run)
     warnings += () if planned.model is None else planned.model.notes()
     warnings += start_bill(planned).warnings()

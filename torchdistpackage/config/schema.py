@@ -204,7 +204,7 @@ class PrecisionSection(Section):
     dtype: k.Dtype = Field(
         default="float32",
         description="Type in which the model computes. Weights have the same type, except with "
-        "bf16, where precision.weights decides.",
+        "bf16, where precision.weights decides. bfloat16 is another spelling of bf16.",
     )
     weights: k.Float32OrBf16 = Field(
         default="float32",

@@ -293,6 +293,10 @@ def run_or_launch(
     fn: a function at the top level of a module or script; it calls `setup_distributed()`.
     preload: what is imported once, before the new ranks are forked, besides torch.
 
+    Only rank 0 of new ranks prints here; the text of a failure ends with what the failed rank
+    printed. Under a launcher its options decide. To see all ranks call
+    `run_local(fn, args, num_procs=n, on_line=show_line)` (torchdistpackage.launch.workers).
+
     Returns what `fn` returned: here under a launcher, else on rank 0.
 
     Raises:

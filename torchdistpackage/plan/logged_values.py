@@ -103,9 +103,9 @@ VALUES = (
     LoggedValue(
         "tokens_per_s",
         "tokens/s",
-        "tokens of the step, over all ranks, divided by `time_s`; with `model.loss`, or targets of "
-        "your own of one a sample, samples instead of tokens, with preference pairs these, here "
-        "and in `tokens`",
+        "tokens of the step, over all ranks, divided by `time_s`; with a loss or data of your own "
+        "the terms that the loss counts, which the log calls samples if they are no more than "
+        "`data.global_batch`; with preference pairs these, here and in `tokens`",
         always=True,
         read=lambda result: result.tokens_per_s,
     ),
@@ -133,8 +133,8 @@ VALUES = (
     LoggedValue(
         "unigram",
         "nats per token",
-        "after a validation on bytes: loss of a table of single bytes on the same data, to compare "
-        "with",
+        "after a validation on bytes without `model.loss`: loss of a table of single bytes on the "
+        "same data, to compare with",
     ),
     LoggedValue("bigram", "nats per token", "the same of a table of byte pairs"),
     LoggedValue(

@@ -142,13 +142,12 @@ class Run:
         get = self.config.get
         if get("data.name") == "preference":
             return "pairs"
-        if get("model.loss") is not None:
-            return "samples"
         last = self.rows[-1] if self.rows else {}
         batch = number(get("data.global_batch"))
         tokens = number(last.get("tokens"))
         step = number(last.get("step"))
-        if get("model.target") is None or get("data.target") is None:
+        brings_own_data = get("model.target") is not None and get("data.target") is not None
+        if get("model.loss") is None and not brings_own_data:
             return "tokens"
         if batch is None or tokens is None or step is None:
             return "tokens"

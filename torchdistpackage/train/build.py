@@ -230,13 +230,15 @@ def make_loop(
     has_pipeline, unit = config.parallel.pipe > 1, _counted(config)
     model = plan.model if unit == "tokens" else None
     brings_own_data = config.model.target is not None and config.data.target is not None
+    has_own_loss = config.model.loss is not None
     log = StepLog(
         folder,
         trainer.num_steps,
         rank=trainer.rank,
         every=every,
         unit=unit,
-        samples=config.data.global_batch if brings_own_data and unit == "tokens" else None,
+        samples=config.data.global_batch if brings_own_data or has_own_loss else None,
+        is_cross_entropy=unit == "tokens" and not has_own_loss,
         flops_per_token=model and model.flops_per_token(),
         predicted_s=_predicted_seconds(trainer) if trainer.rank == 0 else None,
         predicted_bubble=plan.timeline.bubble if has_pipeline else None,
@@ -298,10 +300,8 @@ def _predicted_seconds(trainer: Trainer) -> float | None:
 
 
 def _counted(config: RunConfig) -> str:
-    """Name the tokens, pairs or samples over which the loss is a mean."""
-    if config.data.is_preference:
-        return "pairs"
-    return "tokens" if config.model.loss is None else "samples"
+    """Name the tokens or pairs over which the loss is a mean, where its count says nothing else."""
+    return "pairs" if config.data.is_preference else "tokens"
 
 
 def retention_of(config: RunConfig) -> Retention:

@@ -24,12 +24,12 @@ def finish(loop: Loop, loss: float, *, text: str | None, plot: bool) -> None:
     if not loop.is_main:
         return
     width = max(shutil.get_terminal_size().columns - len("  | "), 20)
-    of_tokens = " nats per token" if loop.log.unit == "tokens" else ""
+    of_tokens = " nats per token" if loop.log.in_nats else ""
     print_line(f"validation loss {loss:.4f}{of_tokens}")
     if sets := loop.state.set_losses:
-        of = loop.log.unit == "tokens"
+        of = loop.log.in_nats
         print_line(textwrap.indent("\n".join(evaluation_lines(loss, sets, of_tokens=of)), "  "))
-    if entropies := table_entropies(loop.trainer.data):
+    if loop.log.in_nats and (entropies := table_entropies(loop.trainer.data)):
         print_line(
             f"  unigram table {entropies[0]:.4f}, bigram table {entropies[1]:.4f} on the same split"
         )
@@ -38,7 +38,7 @@ def finish(loop: Loop, loss: float, *, text: str | None, plot: bool) -> None:
         for line in text.splitlines():
             for part in textwrap.wrap(line, width, drop_whitespace=False) or [""]:
                 print_line(f"  | {part}")
-    picture = plot_loss(loop.folder / METRICS, unit=loop.log.unit) if plot else None
+    picture = plot_loss(loop.folder / METRICS, in_nats=loop.log.in_nats) if plot else None
     has_weights = (loop.folder / CHECKPOINTS).is_dir()
     kept = [RESOLVED, METRICS, *([f"{CHECKPOINTS}/"] if has_weights else []), "logs/"]
     kept += [*loop.artifacts, *([PLOT] if picture else [])]

@@ -148,8 +148,9 @@ class StepLog:
     """The rows and lines of a run's steps: of rank 0, on all others nothing.
 
     every: steps between lines where there is no bar, and between measurements of a device. unit:
-    what the loss is a mean over. samples: of a step, where model and data are a user's own: a loss
-    that is a mean over no more is one over samples. flops_per_token: None where it is unknown.
+    what the loss is a mean over. samples: of a step, where the loss, or model and data, are a
+    user's own: a loss that is a mean over no more is one over samples. is_cross_entropy: the loss
+    is that of tokens, in nats, and no loss of a user. flops_per_token: None where it is unknown.
     predicted_s: of a step. predicted_bubble: of a pipeline. verbose: causes of its bubble are shown
     too; the rows always have them. goes_on: rows that cannot be written are said and held, and end
     no run.
@@ -164,6 +165,7 @@ class StepLog:
         every: int = 1,
         unit: str = "tokens",
         samples: int | None = None,
+        is_cross_entropy: bool = True,
         flops_per_token: float | None = None,
         predicted_s: float | None = None,
         predicted_bubble: float | None = None,
@@ -172,7 +174,7 @@ class StepLog:
     ):
         self.every, self.unit, self._verbose = every, unit, verbose
         self.goes_on = goes_on
-        self._samples = samples
+        self._samples, self._is_cross_entropy = samples, is_cross_entropy
         self._folder, self._total, self._is_main = folder, total, rank == 0
         self._flops_per_token, self._predicted_bubble = flops_per_token, predicted_bubble
         self._metrics: MetricsLog | None = None
@@ -207,6 +209,13 @@ class StepLog:
                 self._bar.say(line)
             self._lines = []
 
+    @property
+    def in_nats(self) -> bool:
+        """Return whether the loss is the cross entropy of tokens, which other losses compare
+        with.
+        """
+        return self._is_cross_entropy and self.unit == "tokens"
+
     def see(self, num_terms: int) -> None:
         """Take note of how many terms the loss of a step is a mean over, before it is logged."""
         if self._samples is not None and num_terms <= self._samples:
@@ -228,7 +237,8 @@ class StepLog:
         for line in lines:
             self._bar.say(line)
         speed = result.tokens_per_s
-        flops_per_s = self._flops_per_token and self._flops_per_token * speed
+        per_token = self._flops_per_token if self.unit == "tokens" else None
+        flops_per_s = per_token and per_token * speed
         self._metrics.write(
             result.step,
             **result.logged(),
@@ -264,7 +274,7 @@ class StepLog:
 
 
 def plot_loss(
-    metrics: str | Path, out: str | Path | None = None, *, unit: str = "tokens"
+    metrics: str | Path, out: str | Path | None = None, *, in_nats: bool = True
 ) -> Path | None:
     """Draw the losses of a metrics file over steps, as `loss.png` next to it; returns its path.
 
@@ -295,7 +305,7 @@ def plot_loss(
             label = f"{key} entropy {levels[-1]:.2f}"
             axes.axhline(levels[-1], color="gray", linestyle=style, label=label)
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("loss (nats per token)" if unit == "tokens" else "loss")
+    axes.set_ylabel("loss (nats per token)" if in_nats else "loss")
     axes.grid(alpha=0.3)
     axes.legend()
     path = metrics.with_name(PLOT) if out is None else Path(out)

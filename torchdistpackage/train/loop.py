@@ -207,7 +207,7 @@ class Loop:
         if loss is not None and (pairs := self.trainer.val_pairs):
             self.log.note(f"validated: loss {loss:.4f}  {pair_text(pairs)}")
         if loss is not None and sets:
-            self.log.note(*evaluation_lines(loss, sets, of_tokens=self.log.unit == "tokens"))
+            self.log.note(*evaluation_lines(loss, sets, of_tokens=self.log.in_nats))
         return loss
 
     def _pending_eval(self) -> float | None:
@@ -276,10 +276,11 @@ class Loop:
         values |= {f"eval_{name}": x for name, x in self.trainer.val_pairs.items()}
         if sets := self.state.set_losses:
             values["eval_loss"] = sets
-            if self.log.unit == "tokens":
+            if self.log.in_nats:
                 every = {"val": loss, **sets}
                 values["perplexity"] = {name: perplexity(x) for name, x in every.items()}
-        if self.is_main and (tables := table_entropies(self.trainer.data)):
+        # a table's cross entropy says nothing beside a loss of another kind
+        if self.is_main and self.log.in_nats and (tables := table_entropies(self.trainer.data)):
             values |= {"unigram": tables[0], "bigram": tables[1]}
         return values
 
