@@ -113,6 +113,17 @@ def test_a_comment_is_the_text_of_its_key(folder: Path):
     assert all(len(line) <= 100 for line in text.splitlines())
 
 
+@pytest.mark.parametrize(("rows", "seq_len"), [(30, 16), (6000, 32)])
+def test_samples_are_no_longer_than_the_validation_part_of_a_small_file(
+    folder: Path, rows: int, seq_len: int
+):
+    asked = {"role": "user", "content": "alpha beta"}
+    chat = {"messages": [asked, {"role": "assistant", "content": "gamma"}]}
+    save_lines(Path("few.jsonl"), [chat] * rows)
+    assert main(["init", "--data", "few.jsonl", "--model", "tiny", "--force"]) == 0
+    assert load("run.yaml").data.seq_len == seq_len
+
+
 def test_a_file_that_is_there_stays_without_force(folder: Path, capsys):
     Path("run.yaml").write_text("mine")
     assert main(["init", "--steps", "2"]) == 2

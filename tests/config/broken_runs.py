@@ -286,7 +286,7 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {"optim__target": "a:B", "parallel__tensor": 2},
-        "optim.target",
+        "optim.name",
         "optim.target=a:B parallel.tensor=2 use data, pipe, context zero adamw",
     ),
     (

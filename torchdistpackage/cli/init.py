@@ -15,11 +15,13 @@ from typing import Annotated, Any
 
 import typer
 
+from torchdistpackage.config.check import bytes_there
 from torchdistpackage.config.data_section import (
     CHAT_FIELDS,
     KIND_OF_SUFFIX,
     PREFERENCE,
     SUFFIX_OF_KIND,
+    DataSection,
 )
 from torchdistpackage.config.hugging_face import read_config
 from torchdistpackage.config.load import KEYS, loads
@@ -29,6 +31,7 @@ from torchdistpackage.errors import ConfigError
 EXAMPLE, GPT, LOCAL = "example", "gpt", "local"
 _IMPORT_PATH = re.compile(r"[\w.]+:\w+")
 _MAX_SEQ_LEN = {GPT: 128, "hf": 512}
+_MIN_SEQ_LEN, _BYTES_PER_TOKEN = 16, 8
 _MOST_OF_A_LINE = 1 << 24
 """Most bytes of the first row that are read to find its fields."""
 _WIDTH = 96
@@ -269,8 +272,23 @@ def _data_keys(answers: Answers) -> dict[str, Any]:
         keys["tokenizer"] = answers.model
         longest = read_config(answers.model).get("max_position_embeddings")
         most = longest if isinstance(longest, int) else _MAX_SEQ_LEN["hf"]
-        return keys | {"seq_len": min(most, _MAX_SEQ_LEN["hf"])}
+        return keys | {"seq_len": _fitting(min(most, _MAX_SEQ_LEN["hf"]), keys)}
     return keys | {"seq_len": _MAX_SEQ_LEN[GPT]}
+
+
+def _fitting(seq_len: int, keys: dict[str, Any]) -> int:
+    """Return `seq_len`, or less where the validation part of small files may not fill a sample.
+
+    Rows of JSON have about 8 bytes for each token; only a start, which tokenizes them, knows more.
+    """
+    data = DataSection.model_validate(keys)
+    size = bytes_there(data)
+    if size is None:
+        return seq_len
+    tokens = size * data.val_fraction / _BYTES_PER_TOKEN
+    while seq_len > _MIN_SEQ_LEN and seq_len + 1 > tokens:
+        seq_len //= 2
+    return seq_len
 
 
 def _file_keys(path: Path) -> dict[str, Any]:
