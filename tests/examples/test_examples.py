@@ -126,6 +126,15 @@ def test_own_loop_pipeline_trains_as_one_piece_does(start: Start):
 
 @pytest.mark.full
 @started(4, 4, 4)
+def test_a_pipeline_with_zero_has_the_gradients_of_one_process(start: Start):
+    text = start.printed("own_loop_zero_pipeline")
+    data, gradient, weight = numbers(r"data (\d+) x pipe 2: gradients (\S+), weights (\S+)", text)
+    assert data == start.size // 2
+    assert gradient < FLOAT64_NOISE and weight < FLOAT64_NOISE
+
+
+@pytest.mark.full
+@started(4, 4, 4)
 def test_encoder_decoder_spells_the_digits(start: Start):
     text = start.printed("encoder_decoder")
     (accuracy,) = numbers(r"([\d.]+) of 360 held-out digits", text)
