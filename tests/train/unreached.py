@@ -44,7 +44,12 @@ REASONS: dict[str, str] = {
     "ddp/ready.py:*": "a backward that no schedule runs; all backwards of a run are an executor's",
     "ddp/output_hook.py:*": "a backward whose wrapper is gone",
     "ddp/grad_hooks.py:*": "devices with streams",
-    "*:CudaStreams": "devices with streams",
+    "ddp/param_spec.py:shard_groups": (
+        "groups of `parallel.zero_group`, which the matrix has no case of"
+    ),
+    "parallel/expert/dispatch.py:plan_dispatch": (
+        "models of transformers, which the matrix has no case of"
+    ),
     "ddp/w*.py:*": "copies, pickles and names of a wrapped module",
     "ddp/sharded.py:owners_of": "finds the optimizer of given parameters; a run knows its own",
     "ddp/sharded.py:ParamPartition": "what saving reads; the matrix saves nothing",
