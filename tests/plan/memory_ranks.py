@@ -1,80 +1,24 @@
 """The bytes that a rank really holds in a step, by kind and at their peak, beside its plan."""
 
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.train import parity
 from torchdistpackage.ddp.sharded import ShardedOptimizer
+from torchdistpackage.models.kept_trace import traced
+from torchdistpackage.plan.memory_fit import needs_trace
 from torchdistpackage.plan.peak import PeakMemory, peak_memory
+from torchdistpackage.plan.traffic import microbatch
 from torchdistpackage.tools.activations import storages_of
+from torchdistpackage.tools.live_bytes import LiveBytes, Sizes
 from torchdistpackage.train.memory_note import actual_bytes, noting_memory
 from torchdistpackage.train.step import Trainer
-
-Sizes = dict[int, int]
-"""Bytes of storages, by address."""
-
-
-class LiveBytes(TorchDispatchMode):
-    """A count of the bytes of all storages that operations have met and that are alive.
-
-    at_peak: the storages when they were most since `reset`. It asks no allocator, so it counts on a
-    CPU; what a kernel has for itself it does not see.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: Sizes = {}
-        self.total = self.peak = 0
-        self.at_peak: Sizes = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._note(x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor))
-        if self.total > self.peak:
-            self.peak, self.at_peak = self.total, dict(self.sizes)
-        return result
-
-    def reset(self) -> None:
-        self.peak, self.at_peak = 0, {}
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count inside the block, also where a storage is resized in place."""
-        resize = torch.UntypedStorage.resize_
-
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            if storage._cdata in self.sizes:
-                self._set(storage._cdata, size)
-            return result
-
-        with patch.object(torch.UntypedStorage, "resize_", resized), self:
-            yield
-
-    def _note(self, tensors: Iterable[Tensor]) -> None:
-        for storage in storages_of(tensors):
-            key = storage._cdata
-            if key not in self.sizes:
-                self.sizes[key] = 0
-                weakref.finalize(storage, self._gone, key)
-            self._set(key, storage.nbytes())
-
-    def _gone(self, key: int) -> None:
-        self.total -= self.sizes.pop(key)
-
-    def _set(self, key: int, num_bytes: int) -> None:
-        self.total += num_bytes - self.sizes[key]
-        self.sizes[key] = num_bytes
 
 
 class _Boundaries:
@@ -117,7 +61,12 @@ def measured_and_predicted(runs: list[list[str]]) -> list[tuple[MeasuredMemory, 
     for overrides in runs:
         trainer = parity.trainer(overrides)
         trainer.train_step(1).wait()
-        found.append((_measured(trainer), peak_memory(trainer.plan, dist.get_rank())))
+        plan = trainer.plan
+        if needs_trace(plan) and plan.model is not None:
+            model = traced(plan.model, microbatch(plan, 0))
+            assert not isinstance(model, str), model
+            plan = replace(plan, model=model)
+        found.append((_measured(trainer), peak_memory(plan, dist.get_rank())))
         trainer.close()
     return found
 

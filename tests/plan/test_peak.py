@@ -1,10 +1,13 @@
 """The predicted peak of a rank, by kind, beside what ranks hold in a step."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 
 from tests.plan.memory_ranks import MeasuredMemory, measured_and_predicted, note_of_exhaustion
+from tests.plan.test_traffic import CONFIGS
 from torchdistpackage.config.load import loads
 from torchdistpackage.plan.memory_fit import (
     fit_text,
@@ -118,6 +121,41 @@ def test_a_rank_without_memory_says_what_it_holds(ranks):
 @pytest.mark.parametrize("case", MORE, ids=" ".join)
 def test_so_it_is_in_every_layout(ranks, case):
     for (both,) in ranks(2).run(measured_and_predicted, [overrides(case)]):
+        expect_predicted(case, *both)
+
+
+TRANSFORMERS = [
+    ("llama",),
+    ("llama", *AUTOCAST),
+    ("llama", BLOCKS),
+    ("llama", "zero=3"),
+    ("qwen3",),
+]
+"""A model of transformers, whose layers are traced, and settings."""
+SIZES = {
+    **dict.fromkeys(("hidden_size", "n_embd"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), 4),
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "vocab_size": 256,
+}
+
+
+def transformers_run(case: tuple[str, ...], folder: Path) -> list[str]:
+    name, *settings = case
+    path = folder / "config.json"
+    path.write_text(json.dumps({k: SIZES.get(k, x) for k, x in CONFIGS[name].items()}))
+    ours = [x for x in overrides(("data=2", *settings)) if not x.startswith("model.")]
+    return [*ours, f"model.hf={path}"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [TRANSFORMERS[0], *(pytest.param(x, marks=pytest.mark.full) for x in TRANSFORMERS[1:])],
+    ids=" ".join,
+)
+def test_so_it_is_of_traced_models(ranks, case, tmp_path):
+    for (both,) in ranks(2).run(measured_and_predicted, [transformers_run(case, tmp_path)]):
         expect_predicted(case, *both)
 
 

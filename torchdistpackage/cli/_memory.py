@@ -1,18 +1,25 @@
 """The predicted peak of a rank as `tdp plan` prints it: one line of its summary, or all kinds."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torchdistpackage.cli._common import wrap
+from torchdistpackage.lazy import resolve
 from torchdistpackage.plan.memory_fit import (
     fit_text,
     largest_micro_batch,
     largest_peak,
     longest_seq_len,
     memory_limit,
+    needs_trace,
     unpredicted_memory,
 )
 from torchdistpackage.plan.run_plan import Plan, StageLoad
+from torchdistpackage.plan.traffic import microbatch
 from torchdistpackage.text import size_text, text_table
+
+TRACED = "torchdistpackage.models.kept_trace:traced"
+"""Import path of what needs torch and transformers."""
 
 
 def peak_line(plan: Plan, loads: Sequence[StageLoad], device: str | None = None) -> str:
@@ -23,8 +30,16 @@ def peak_line(plan: Plan, loads: Sequence[StageLoad], device: str | None = None)
     return fit_text(plan, found, limit)
 
 
-def memory_table(plan: Plan, device: str | None = None) -> str:
-    """Return the peak by kind, and the longest sequence and largest micro-batch that fit."""
+def memory_table(plan: Plan, device: str | None = None, *, traces: bool = True) -> str:
+    """Return the peak by kind, and the longest sequence and largest micro-batch that fit.
+
+    traces: run the blocks of a model of transformers without memory, which takes seconds.
+    """
+    if traces and needs_trace(plan) and plan.model is not None:
+        model = resolve(TRACED)(plan.model, microbatch(plan, 0))
+        if isinstance(model, str):
+            return wrap(f"predicted peak: {model}")
+        plan = replace(plan, model=model)
     if (why := unpredicted_memory(plan)) is not None:
         return wrap(f"predicted peak: {why}")
     found, limit = largest_peak(plan), memory_limit(plan, device)

@@ -268,7 +268,7 @@ def plan(
             [*traffic_table(planned, ranks_per_node), *start_table(planned)] if show_bytes else []
         )
     if show_memory or show_all:
-        parts.append(resolve(MEMORY_TABLE)(planned, device))
+        parts.append(resolve(MEMORY_TABLE)(planned, device, traces=show_memory))
     if show_time:
         parts.append(resolve(STEP_TABLE)(predicted))
     if compare is not None:

@@ -10,6 +10,7 @@ from math import lcm
 from typing import Any
 
 from torchdistpackage.models.gpt_layout import GPTShape
+from torchdistpackage.models.transformers_layout import TransformersShape
 from torchdistpackage.plan.peak import PeakMemory, flat_memory, peak_memory
 from torchdistpackage.plan.run_plan import Plan, StageLoad, stage_loads
 from torchdistpackage.plan.step_time import device_of
@@ -26,8 +27,14 @@ class RankPeak:
 
 def unpredicted_memory(plan: Plan) -> str | None:
     """Return why the peak of this plan is not predicted, or None."""
-    if plan.model is None or not isinstance(plan.shape, GPTShape):
-        return "activations are not counted"
+    if plan.model is None:
+        return "activations are not counted for a model of your own"
+    if needs_trace(plan):
+        return "--memory counts activations too"
+    if not isinstance(plan.shape, GPTShape) and not _is_traced(plan):
+        return (
+            "activations of model.hf are not counted for tensor, context or expert ranks or 4 bits"
+        )
     if plan.config.data.is_preference:
         return "activations are not counted for pairs of answers, whose reference runs besides"
     if plan.config.model.loss is not None:
@@ -35,6 +42,18 @@ def unpredicted_memory(plan: Plan) -> str | None:
     if plan.config.train.recompute == "auto":
         return "activations take what train.memory_gb leaves (train.recompute: auto)"
     return None
+
+
+def needs_trace(plan: Plan) -> bool:
+    """Return whether a trace (models/kept_trace.py) can state what the layers of this plan keep."""
+    size = plan.topology.dense.axis_size
+    is_split = max(size("tensor"), size("context"), plan.config.parallel.expert) > 1
+    is_plain = isinstance(plan.shape, TransformersShape) and not is_split and not plan.packed
+    return is_plain and not _is_traced(plan)
+
+
+def _is_traced(plan: Plan) -> bool:
+    return "lines" in getattr(plan.model, "__dict__", {})
 
 
 def largest_peak(

@@ -304,6 +304,8 @@ def _temporary(layer: LayerNumbers, of: Microbatch, experts: int, on_gpu: bool) 
     come together.
     """
     kept, matmuls = layer.kept, layer.matmuls
+    if layer.temporary is not None:
+        return layer.temporary
     if "logits" in kept:
         logits = kept["logits"]
         narrow = of.products != of.losses

@@ -26,7 +26,8 @@ class LayerNumbers:
     layer: its path in the model. calls: forward and backward, with what recomputation repeats.
     matmuls: of the forward. kept: bytes of each activation that autograd keeps for the backward,
     with kernels of the CPU. is_exact: it keeps these bytes on every rank and kernel; without it
-    they are those of experts chosen alike, or of a kernel that may keep more.
+    they are those of experts chosen alike, or of a kernel that may keep more. temporary: bytes that
+    its backward takes besides, where they were traced.
     """
 
     layer: str
@@ -34,6 +35,7 @@ class LayerNumbers:
     matmuls: tuple[Matmul, ...] = ()
     kept: Mapping[str, int] = field(default_factory=dict[str, int])
     is_exact: bool = True
+    temporary: int | None = None
 
     @property
     def flops(self) -> float:
