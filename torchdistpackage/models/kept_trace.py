@@ -103,8 +103,8 @@ def traced(spec: ModelSpec, of: Microbatch) -> TracedSpec | str:
     shape = cast(TransformersShape, spec.shape)
     try:
         return _traced(spec, shape, of)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        return f"activations of {shape.class_name} depend on numbers ({error}), as experts' do"
+    except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError) as error:
+        return f"activations of {shape.class_name} are not counted: without numbers, {error}"
 
 
 def _traced(spec: ModelSpec, shape: TransformersShape, of: Microbatch) -> TracedSpec:
@@ -180,6 +180,9 @@ _NOTHING = TracedBytes(0, 0, 0)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
+    if torch.is_autocast_enabled("cpu"):  # which casts what this takes the place of
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     return _FusedAttention.apply(query, key, value)  # type: ignore[no-any-return]
 
 
