@@ -33,6 +33,7 @@ MAY_LOAD_BY_NAME = {
 MAY_NAME_MODULES = {
     "cli/_blend.py": "torch, for the runs of train.epochs",
     "cli/_inference.py": "what runs in ranks, with torch",
+    "cli/_memory.py": "torch and transformers, which only a trace of model.hf needs",
     "checkpoint/formats/table.py": "what reads and writes tensors, with torch",
     "cli/checkpoint.py": "what reads and writes tensors, with torch, once all has been checked",
     "cli/comm.py": "what runs in ranks, or as threads in their place, with torch",
