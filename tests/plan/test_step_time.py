@@ -82,6 +82,20 @@ def test_a_layout_has_the_blocks_and_rounds_of_the_plan():
     assert layout.step_tokens == 128 * 1024
 
 
+def test_ranks_are_as_far_apart_as_the_order_of_the_axes_says():
+    """On nodes of 8 eight replicas of 2 stages: data crosses nodes unless it is inside pipe."""
+
+    def terms(order: str) -> dict[str, float]:
+        more = ("parallel.data=8", "parallel.pipe=2", "parallel.tensor=1", "data.global_batch=256")
+        plan = planned("gpt_slurm.yaml", 16, *more, f"parallel.order={order}")
+        return dict(run_time(plan, H100, 8).step.terms)
+
+    outside = terms("[data, pipe, context, tensor]")
+    inside = terms("[pipe, data, context, tensor]")
+    assert outside["exposed data"] > 1.5 * inside["exposed data"]
+    assert outside["exposed pipe"] < inside["exposed pipe"]
+
+
 def test_a_step_of_more_rounds_has_as_many_bubbles():
     one, two = (
         run_time(planned("gpt_slurm.yaml", 16, f"train.accumulate={n}"), H100).step.terms

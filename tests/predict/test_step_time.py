@@ -1,6 +1,7 @@
 """The predicted step: terms add up to a simulated end, and a better device or fewer bytes never
 make it slower."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from torchdistpackage.predict.collectives import Fabric
 from torchdistpackage.predict.devices import DEVICES, find_device
 from torchdistpackage.predict.kernels import Matmul, matmul_seconds
 from torchdistpackage.predict.layer import LayerCosts, adapter_parameters, shares
+from torchdistpackage.predict.links import LinkModel
 from torchdistpackage.predict.published import LLAMA3_8B, QWEN3_30B
 from torchdistpackage.predict.step import TERMS, step_time
 from torchdistpackage.predict.workload import StepLayout, TransformerSizes
@@ -151,7 +153,9 @@ def test_more_vocabulary_never_lowers_data_seconds(zero: int, tied: bool, pipe: 
 def test_ranks_that_share_an_expert_are_as_far_apart_as_there_are_experts() -> None:
     """Two nodes of eight with eight ranks of experts each: gradients of experts go between them."""
     sizes, layout = QWEN3_30B, StepLayout(16, 4096, 1, 1, expert=8, zero=1)
-    assert [(ranks, apart) for _, ranks, apart in shares(sizes, layout)] == [(16, 1), (2, 8)]
+    of_node = Fabric(LinkModel(), LinkModel(), 8)
+    found = [of_node.joined(shared.sharers) for _, shared in shares(sizes, layout)]
+    assert found == [(16, 1), (2, 8)]
     slow = replace(H100, network_bytes_per_s=H100.network_bytes_per_s / 10)
     exposed = [step_time(sizes, layout, x).terms["exposed data"] for x in (slow, H100)]
     assert exposed[0] > 5 * exposed[1]
@@ -277,6 +281,31 @@ def test_a_matmul_has_the_rate_of_the_device_at_most() -> None:
         rate = matmul.flops / matmul_seconds(H100, matmul, "bfloat16")
         assert rate <= H100.peak("bfloat16") * H100.fit.matmul
     assert rate > 0.9 * H100.peak("bfloat16") * H100.fit.matmul
+
+
+@pytest.mark.parametrize("node", [4, 8, 16])
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (2, 16), (8, 4), (1, 8), (2, 1)])
+@pytest.mark.parametrize("order", ["dpct", "pdct", "dctp", "cdpt"])
+def test_a_group_along_two_axes_has_as_many_ranks_in_a_node_as_there_are(
+    node: int, sizes: tuple[int, int], order: str
+) -> None:
+    """As counted rank by rank."""
+    context, data = sizes
+    degrees = {"t": 2, "p": 2, "c": context, "d": data}
+    names = {"t": "tensor", "p": "pipe", "c": "context", "d": "data"}
+    ranks = math.prod(degrees.values())
+    given = tuple(names[x] for x in order)
+    layout = StepLayout(ranks, 64, 1, 1, tensor=2, pipe=2, context=context, order=given)
+    group = [
+        sum(digit * layout.stride(names[x]) for x, digit in zip("cd", place, strict=True))
+        for place in itertools.product(range(context), range(data))
+    ]
+    assert len({*group}) == len(group) == layout.sharers
+    inside = sum(rank < node for rank in group)
+    size, stride = Fabric(LinkModel(), LinkModel(), node).joined(layout.shards.sharers)
+    assert size == len(group)
+    assert min(size, max(node // stride, 1)) == inside
+    assert (size * stride <= node) == (inside == size) or size == 1
 
 
 def test_a_group_between_nodes_uses_the_cards_of_its_devices() -> None:

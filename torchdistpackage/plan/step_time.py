@@ -297,6 +297,8 @@ def layout_of(plan: Plan, ranks_per_node: int = 0) -> StepLayout:
         exchanges=plan.rounds if plan.zero >= 2 else 1,
         blocks=blocks_of(plan.pieces, plan.stages) if stages > 1 else (),
         node_size=ranks_per_node,
+        order=plan.topology.dense.names,
+        folds_context=False,
     )
 
 

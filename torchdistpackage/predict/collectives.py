@@ -7,7 +7,7 @@ the node. Axes do not share cards: each device sends through its own.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torchdistpackage.errors import ConfigError
@@ -62,6 +62,22 @@ class Fabric:
             LinkModel(NETWORK_HOP_S, network * share),
             node_size or device.node_size,
         )
+
+    def joined(self, parts: Iterable[tuple[int, int]]) -> tuple[int, int]:
+        """Return the number of ranks of a group, and how far apart they are.
+
+        parts: along each axis of the group a number of ranks and how far apart they are. For
+        several axes the distance is that of a group along one axis that has as many of its ranks in
+        a node.
+        """
+        longer = [part for part in parts if part[0] > 1]
+        if len(longer) < 2:
+            return longer[0] if longer else (1, 1)
+        size = math.prod(number for number, _ in longer)
+        inside = math.prod(max(min(n, self.node_size // stride), 1) for n, stride in longer)
+        if inside == size:
+            return size, max(self.node_size // size, 1)
+        return size, math.ceil(self.node_size / inside)
 
     def ring(self, size: int, stride: int) -> tuple[float, float]:
         """Return latency and bytes per second of a ring of `size` ranks, `stride` apart."""

@@ -19,7 +19,7 @@ from torchdistpackage.predict.kernels import (
     matmul_seconds,
     memory_seconds,
 )
-from torchdistpackage.predict.workload import StepLayout, TransformerSizes
+from torchdistpackage.predict.workload import Shared, StepLayout, TransformerSizes
 
 ROUTER_CALLS = 40.0, 80.0
 """About what the host starts, forward and backward, for the router's choice, its counts and the
@@ -308,7 +308,7 @@ class LayerCosts:
         kernels = sum(op.kernels for op in ops)
         repeated = share * sum(op.kernels for op in again)
         shared = shares(self.sizes, x)
-        copied = self._copied([(count, ranks) for count, ranks, _ in shared])
+        copied = self._copied([(count, each.num_sharers) for count, each in shared])
         time = BlockTime(
             forward + self._launches(kernels) + copied[0],
             backward + self._launches(2 * kernels) + copied[1],
@@ -404,7 +404,7 @@ class LayerCosts:
             return
         attention = next(op for op in ops if op.kind in ("attention", "scores"))
         num_bytes = x.tokens * 2 * z.kv_heads * z.head_dim / x.tensor * x.item_bytes
-        hop = self.fabric.message_seconds(num_bytes, x.tensor * x.context - 1)
+        hop = self.fabric.message_seconds(num_bytes, x.stride("context") * x.context - 1)
         fabric = self.fabric
         there = (x.context - 1) * fabric.beside(hop, attention.forward / x.context)
         back = (x.context - 1) * fabric.beside(2 * hop, attention.backward / x.context)
@@ -421,7 +421,7 @@ class LayerCosts:
             copies = x.expert * (1 - (1 - 1 / x.expert) ** z.top_k)
         rows = x.tokens / (x.tensor if x.sequence_parallel else 1)
         num_bytes = rows * copies * z.dim * x.item_bytes
-        one = self.fabric.exchange_seconds(num_bytes, x.expert, x.tensor)
+        one = self.fabric.exchange_seconds(num_bytes, x.expert, x.expert_stride)
         time.expert[0] += 2 * one
         time.expert[1] += 2 * one + 2 * rerun * one
 
@@ -472,16 +472,15 @@ class LayerCosts:
         return time
 
 
-def shares(sizes: TransformerSizes, layout: StepLayout) -> list[tuple[float, int, int]]:
-    """(parameters of a block on a rank, ranks that share them, their distance): the dense ones, and
-    those of experts, which fewer ranks share, further apart."""
+def shares(sizes: TransformerSizes, layout: StepLayout) -> list[tuple[float, Shared]]:
+    """(parameters of a block on a rank, ranks that share them): the dense ones, and those of
+    experts, which fewer ranks share, further apart."""
     x, z = layout, sizes
     dense = z.attention_parameters / x.tensor
     mlp = max(z.num_experts, 1) * z.mlp_parameters / x.tensor
     if not z.num_experts:
-        return [(dense + mlp, x.sharers, x.tensor)]
-    experts = mlp / x.expert, max(x.sharers // x.expert, 1), x.tensor * x.expert
-    return [(dense, x.sharers, x.tensor), experts]
+        return [(dense + mlp, x.shards)]
+    return [(dense, x.shards), (mlp / x.expert, x.expert_shards)]
 
 
 def adapter_parameters(sizes: TransformerSizes, layout: StepLayout) -> float:

@@ -14,7 +14,7 @@ from torchdistpackage.predict.collectives import Fabric
 from torchdistpackage.predict.devices import Accelerator
 from torchdistpackage.predict.kernels import memory_seconds
 from torchdistpackage.predict.layer import BlockTime, LayerCosts, adapter_parameters, shares
-from torchdistpackage.predict.workload import StepLayout, TransformerSizes
+from torchdistpackage.predict.workload import Shared, StepLayout, TransformerSizes
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.engine import Order, TaskGraph
@@ -273,10 +273,6 @@ class _Data:
             self._after(backward, reduce, *sums) + self._after(forward, gather, *weights)
         )
 
-    def _stride(self) -> int:
-        """Along context FSDP shares too, so its ranks are next to the tensor ranks."""
-        return self.layout.tensor
-
     def _ends(self) -> tuple[float, float]:
         """Parameters of the head and of the embedding on this rank. One that is both is sent with
         the embedding, behind which its gradient is final."""
@@ -293,45 +289,50 @@ class _Data:
         x = self.layout
         if x.lora and not self._gathers_frozen():
             return 0.0
-        return self.fabric.gather_seconds(x.weight_bytes * count, x.sharers, self._stride())
+        return self.fabric.gather_seconds(x.weight_bytes * count, *self._sharers(x.shards))
 
     def _scatter_end(self, count: float) -> float:
         x = self.layout
         if x.lora:
             return 0.0
-        return self.fabric.scatter_seconds(x.reduce_bytes * count, x.sharers, self._stride())
+        return self.fabric.scatter_seconds(x.reduce_bytes * count, *self._sharers(x.shards))
 
     def _sum_end(self, count: float) -> float:
-        return 0.0 if self.layout.lora else self._sum(count, self.layout.sharers, self._stride())
+        return 0.0 if self.layout.lora else self._sum(count, self.layout.shards)
 
     def _gather(self) -> float:
         """Seconds to gather the weights of a block."""
         whole = shares(self.sizes, self.layout)
         return sum(
-            self.fabric.gather_seconds(self.layout.weight_bytes * count, ranks, stride)
-            for count, ranks, stride in (whole if self._gathers_frozen() else self._trained())
+            self.fabric.gather_seconds(self.layout.weight_bytes * count, *self._sharers(shared))
+            for count, shared in (whole if self._gathers_frozen() else self._trained())
         )
 
     def _reduce(self) -> float:
         """Seconds to reduce the gradients of a block."""
         return sum(self._sum(*each) for each in self._trained())
 
-    def _trained(self) -> list[tuple[float, int, int]]:
+    def _trained(self) -> list[tuple[float, Shared]]:
         """Return the parameters of a block that train, as `shares` does."""
         x = self.layout
         if not x.lora:
             return shares(self.sizes, x)
-        return [(adapter_parameters(self.sizes, x), x.sharers, self._stride())]
+        return [(adapter_parameters(self.sizes, x), x.shards)]
 
-    def _sum(self, count: float, ranks: int, stride: int) -> float:
+    def _sharers(self, shared: Shared) -> tuple[int, int]:
+        """Return the number of ranks that share parameters, and their distance."""
+        return self.fabric.joined(shared.sharers)
+
+    def _sum(self, count: float, shared: Shared) -> float:
         """Seconds to reduce the gradients of so many parameters, over copies of shards as well."""
         x = self.layout
         num_bytes = x.reduce_bytes * count
         if x.zero == 0:
-            return self.fabric.sum_seconds(num_bytes, ranks, stride)
-        copies = max(x.data * x.context * x.tensor // (stride * ranks), 1)
+            return self.fabric.sum_seconds(num_bytes, *self._sharers(shared))
+        ranks, stride = self._sharers(shared)
         seconds = self.fabric.scatter_seconds(num_bytes, ranks, stride)
-        return seconds + self.fabric.sum_seconds(num_bytes / ranks, copies, stride * ranks)
+        copies = self.fabric.joined(shared.copies)
+        return seconds + self.fabric.sum_seconds(num_bytes / ranks, *copies)
 
     def _after(self, compute_s: float, comm_s: float, head_s: float, embedding_s: float) -> float:
         """Exposed time where each block's communication may start when the block has ended. The
@@ -460,7 +461,7 @@ def _message_seconds(sizes: TransformerSizes, layout: StepLayout, fabric: Fabric
     """Return the seconds of a message between two stages."""
     rows = layout.tokens / (layout.tensor if layout.sequence_parallel else 1)
     num_bytes = rows * sizes.dim * layout.item_bytes
-    return fabric.message_seconds(num_bytes, layout.tensor * layout.context * layout.data)
+    return fabric.message_seconds(num_bytes, layout.stride("pipe"))
 
 
 _ROUNDS = 3

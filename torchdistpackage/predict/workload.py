@@ -5,7 +5,8 @@ ours. The rule: a field says what the run does, never how long anything takes.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from math import prod
+from typing import Literal, NamedTuple
 
 from torchdistpackage.errors import ConfigError
 
@@ -94,6 +95,26 @@ class TransformerSizes:
         return 2.0 * (self.layers * (block + scores) + self.vocab_parameters)
 
 
+class Part(NamedTuple):
+    """Ranks along one axis: their number, and how far apart two neighbours are."""
+
+    size: int
+    stride: int
+
+
+class Shared(NamedTuple):
+    """The ranks that share parameters, and the ranks that hold copies of one's share, each as the
+    parts along the axes."""
+
+    sharers: tuple[Part, ...]
+    copies: tuple[Part, ...]
+
+    @property
+    def num_sharers(self) -> int:
+        """Ranks that share the parameters."""
+        return prod(part.size for part in self.sharers)
+
+
 @dataclass(frozen=True, slots=True)
 class StepLayout:
     """How the ranks share a step and what the software does.
@@ -115,6 +136,8 @@ class StepLayout:
     FSDP2 does, whose parameters are DTensors. expert_bias: experts have biases, which Megatron-LM
     adds expert by expert in float32. clamps: gate and up of experts are clamped, each in a kernel
     of its own, and joined again by a copy, as Megatron-LM does before its fused activation.
+    order: axes from the slowest to the fastest varying; the default is Megatron-LM's. Experts lie
+    along data, or with `folds_context` along context and data together, as they do there.
     """
 
     ranks: int
@@ -158,6 +181,8 @@ class StepLayout:
     blocks: tuple[float, ...] = ()
     node_size: int = 0
     network_bytes_per_s: float = 0.0
+    order: tuple[str, ...] = ("pipe", "data", "context", "tensor")
+    folds_context: bool = True
 
     def __post_init__(self) -> None:
         model = self.tensor * self.pipe * self.context
@@ -178,6 +203,43 @@ class StepLayout:
     def sharers(self) -> int:
         """Ranks that share what ZeRO splits: FSDP counts those along context as well."""
         return min(self.shard or self.data * self.context, self.data * self.context)
+
+    def stride(self, axis: str) -> int:
+        """Return how far apart two neighbours along an axis are."""
+        inner = self.order[self.order.index(axis) + 1 :]
+        return prod(getattr(self, each) for each in inner)
+
+    @property
+    def expert_stride(self) -> int:
+        """How far apart two ranks are that share experts."""
+        return self.stride("context" if self.folds_context else "data")
+
+    @property
+    def shards(self) -> Shared:
+        """The ranks that share dense parameters, and those that hold copies of such shards."""
+        along_context = min(self.context, self.sharers)
+        along_data, stride = max(self.sharers // self.context, 1), self.stride("data")
+        copies = max(self.data // along_data, 1)
+        return Shared(
+            (Part(along_context, self.stride("context")), Part(along_data, stride)),
+            (Part(copies, stride * along_data),),
+        )
+
+    @property
+    def expert_shards(self) -> Shared:
+        """The ranks that share the parameters of experts, and those that hold copies."""
+        if self.folds_context:
+            sharers, stride = max(self.sharers // self.expert, 1), self.expert_stride * self.expert
+            copies = max(self.data * self.context // (self.expert * sharers), 1)
+            return Shared((Part(sharers, stride),), (Part(copies, stride * sharers),))
+        along_context = min(self.context, self.sharers)
+        along_data = max(self.sharers // self.context // self.expert, 1)
+        stride = self.stride("data") * self.expert
+        copies = max(self.data // (self.expert * along_data), 1)
+        return Shared(
+            (Part(along_context, self.stride("context")), Part(along_data, stride)),
+            (Part(copies, stride * along_data),),
+        )
 
     @property
     def tokens(self) -> int:
