@@ -131,7 +131,7 @@ def followed() -> None:
     assert repr(module) == "RegisterParallelDim(dim=-1)"
     pair = module([torch.ones(2), torch.ones(3)])
     assert [ts.get_parallel_dim(t) for t in pair] == [-1, -1]
-    with pytest.raises(ValueError, match="list of tensors, not int"):
+    with pytest.raises(ValueError, match="a list of tensors, got a int"):
         module(3)
 
 

@@ -95,7 +95,7 @@ def made_bound(plan: Plan) -> LintReport:
 
 @contextmanager
 def splitting() -> Iterator[None]:
-    with planted(creation, "create", "_unbound(whole) as bound", "nullcontext() as bound"):
+    with planted(creation, "create", "_unbound(default_group) as bound", "nullcontext() as bound"):
         creation.nullcontext = nullcontext
         try:
             yield

@@ -238,7 +238,7 @@ def test_an_elastic_job_whose_cable_is_cut_goes_on_without_that_node(submitted):
     assert found.states[-1] == "COMPLETED" and found.code == "0:0", found.log
     assert [s["nodes"] for s in found.starts] == ["n[1-2]", "n1"]
     assert [s["start"] for s in found.starts] == [f"{found.job}.0", f"{found.job}.0.1"]
-    assert found.starts[1]["step"] in (5, 10), "what was not saved is done again"
+    assert found.starts[1]["step"] in range(5, 30, 5), "what was not saved is done again"
     assert [row["step"] for row in rows(found.run)] == list(range(1, 31)), "each step once"
 
 

@@ -159,20 +159,25 @@ BEFORE = Decision(RequeueDecision.AGAIN, KILLED)
 @pytest.mark.parametrize(
     ("died", "before", "more", "word"),
     [
-        (KILLED, None, {"left": 1}, RequeueDecision.AGAIN),
-        (KILLED, Decision(RequeueDecision.REQUEUE, KILLED), {"left": 1}, RequeueDecision.AGAIN),
-        (KILLED.replace("9:", "8:"), BEFORE, {"left": 1}, RequeueDecision.AGAIN),
-        (KILLED.replace("rank 2", "rank 3"), BEFORE, {"left": 1}, RequeueDecision.AGAIN),
-        (KILLED, BEFORE, {"left": 5}, RequeueDecision.STOP),
-        (KILLED, None, {"left": 0}, RequeueDecision.STOP),
-        (KILLED, None, {"left": 1, "time_up": "the job ends in 3 s"}, RequeueDecision.STOP),
-        (KILLED, None, {"left": 1, "bad_node": "killed by SIGBUS"}, RequeueDecision.STOP),
+        (KILLED, None, {"starts_left": 1}, RequeueDecision.AGAIN),
+        (
+            KILLED,
+            Decision(RequeueDecision.REQUEUE, KILLED),
+            {"starts_left": 1},
+            RequeueDecision.AGAIN,
+        ),
+        (KILLED.replace("9:", "8:"), BEFORE, {"starts_left": 1}, RequeueDecision.AGAIN),
+        (KILLED.replace("rank 2", "rank 3"), BEFORE, {"starts_left": 1}, RequeueDecision.AGAIN),
+        (KILLED, BEFORE, {"starts_left": 5}, RequeueDecision.STOP),
+        (KILLED, None, {"starts_left": 0}, RequeueDecision.STOP),
+        (KILLED, None, {"starts_left": 1, "time_up": "the job ends in 3 s"}, RequeueDecision.STOP),
+        (KILLED, None, {"starts_left": 1, "bad_node": "killed by SIGBUS"}, RequeueDecision.STOP),
     ],
 )
 def test_ranks_start_anew_in_their_job_unless_that_is_in_vain(died, before, more, word):
     found = decide_in_job(died, before, **more)
     assert found.word is word and found.reason.startswith(died)
-    assert all(str(value) in found.reason for key, value in more.items() if key != "left")
+    assert all(str(value) in found.reason for key, value in more.items() if key != "starts_left")
 
 
 def test_ranks_that_start_anew_in_their_job_use_up_no_requeue():
