@@ -19,7 +19,7 @@ from torchdistpackage.predict.kernels import (
     matmul_seconds,
     memory_seconds,
 )
-from torchdistpackage.predict.workload import Shared, StepLayout, TransformerSizes
+from torchdistpackage.predict.workload import ShardGroups, StepLayout, TransformerSizes
 
 ROUTER_CALLS = 40.0, 80.0
 """About what the host starts, forward and backward, for the router's choice, its counts and the
@@ -472,7 +472,7 @@ class LayerCosts:
         return time
 
 
-def shares(sizes: TransformerSizes, layout: StepLayout) -> list[tuple[float, Shared]]:
+def shares(sizes: TransformerSizes, layout: StepLayout) -> list[tuple[float, ShardGroups]]:
     """(parameters of a block on a rank, ranks that share them): the dense ones, and those of
     experts, which fewer ranks share, further apart."""
     x, z = layout, sizes

@@ -14,7 +14,7 @@ from torchdistpackage.predict.collectives import Fabric
 from torchdistpackage.predict.devices import Accelerator
 from torchdistpackage.predict.kernels import memory_seconds
 from torchdistpackage.predict.layer import BlockTime, LayerCosts, adapter_parameters, shares
-from torchdistpackage.predict.workload import Shared, StepLayout, TransformerSizes
+from torchdistpackage.predict.workload import ShardGroups, StepLayout, TransformerSizes
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.engine import Order, TaskGraph
@@ -312,18 +312,18 @@ class _Data:
         """Seconds to reduce the gradients of a block."""
         return sum(self._sum(*each) for each in self._trained())
 
-    def _trained(self) -> list[tuple[float, Shared]]:
+    def _trained(self) -> list[tuple[float, ShardGroups]]:
         """Return the parameters of a block that train, as `shares` does."""
         x = self.layout
         if not x.lora:
             return shares(self.sizes, x)
         return [(adapter_parameters(self.sizes, x), x.shards)]
 
-    def _sharers(self, shared: Shared) -> tuple[int, int]:
+    def _sharers(self, shared: ShardGroups) -> tuple[int, int]:
         """Return the number of ranks that share parameters, and their distance."""
         return self.fabric.joined(shared.sharers)
 
-    def _sum(self, count: float, shared: Shared) -> float:
+    def _sum(self, count: float, shared: ShardGroups) -> float:
         """Seconds to reduce the gradients of so many parameters, over copies of shards as well."""
         x = self.layout
         num_bytes = x.reduce_bytes * count

@@ -95,19 +95,19 @@ class TransformerSizes:
         return 2.0 * (self.layers * (block + scores) + self.vocab_parameters)
 
 
-class Part(NamedTuple):
+class AxisPart(NamedTuple):
     """Ranks along one axis: their number, and how far apart two neighbours are."""
 
     size: int
     stride: int
 
 
-class Shared(NamedTuple):
+class ShardGroups(NamedTuple):
     """The ranks that share parameters, and the ranks that hold copies of one's share, each as the
     parts along the axes."""
 
-    sharers: tuple[Part, ...]
-    copies: tuple[Part, ...]
+    sharers: tuple[AxisPart, ...]
+    copies: tuple[AxisPart, ...]
 
     @property
     def num_sharers(self) -> int:
@@ -215,30 +215,30 @@ class StepLayout:
         return self.stride("context" if self.folds_context else "data")
 
     @property
-    def shards(self) -> Shared:
+    def shards(self) -> ShardGroups:
         """The ranks that share dense parameters, and those that hold copies of such shards."""
         along_context = min(self.context, self.sharers)
         along_data, stride = max(self.sharers // self.context, 1), self.stride("data")
         copies = max(self.data // along_data, 1)
-        return Shared(
-            (Part(along_context, self.stride("context")), Part(along_data, stride)),
-            (Part(copies, stride * along_data),),
+        return ShardGroups(
+            (AxisPart(along_context, self.stride("context")), AxisPart(along_data, stride)),
+            (AxisPart(copies, stride * along_data),),
         )
 
     @property
-    def expert_shards(self) -> Shared:
+    def expert_shards(self) -> ShardGroups:
         """The ranks that share the parameters of experts, and those that hold copies."""
         if self.folds_context:
             sharers, stride = max(self.sharers // self.expert, 1), self.expert_stride * self.expert
             copies = max(self.data * self.context // (self.expert * sharers), 1)
-            return Shared((Part(sharers, stride),), (Part(copies, stride * sharers),))
+            return ShardGroups((AxisPart(sharers, stride),), (AxisPart(copies, stride * sharers),))
         along_context = min(self.context, self.sharers)
         along_data = max(self.sharers // self.context // self.expert, 1)
         stride = self.stride("data") * self.expert
         copies = max(self.data // (self.expert * along_data), 1)
-        return Shared(
-            (Part(along_context, self.stride("context")), Part(along_data, stride)),
-            (Part(copies, stride * along_data),),
+        return ShardGroups(
+            (AxisPart(along_context, self.stride("context")), AxisPart(along_data, stride)),
+            (AxisPart(copies, stride * along_data),),
         )
 
     @property
