@@ -91,9 +91,9 @@ def expect_predicted(case: tuple[str, ...], measured: MeasuredMemory, peak: Peak
     if GPIPE not in case:  # whose worst moment is before the first gradient
         assert measured.state == pytest.approx(state, rel=1e-4), f"{where}: with buffers"
     # the router decides which tokens come to a rank's experts, a peer which messages have left
-    rel = 0.1 if "expert=2" in case or "pipe=2" in case else 0.05
-    kept = peak.kept + peak.messages
-    assert measured.kept == pytest.approx(kept, rel=rel), f"{where}: kept activations"
+    rel = 0.1 if "expert=2" in case else 0.05
+    kept, off = peak.kept + peak.messages, measured.kept - peak.kept - peak.messages
+    assert abs(off) <= rel * kept + peak.messages, f"{where}: kept {measured.kept}, not {kept}"
     assert measured.peak == pytest.approx(peak.total, rel=0.1), f"{where}: peak"
 
 
