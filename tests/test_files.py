@@ -18,7 +18,7 @@ def test_a_class_name_has_one_meaning():
     for path in sorted(ROOT.rglob("*.py")):
         for node in package_files.tree(path).body:
             if isinstance(node, ast.ClassDef):
-                homes.setdefault(node.name.lstrip("_"), set()).add(path.name)
+                homes.setdefault(node.name.lstrip("_"), set()).add(str(path.relative_to(ROOT)))
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from torchdistpackage.cli._common import wrap
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench.profile import Profile
-from torchdistpackage.plan.compare import ComparedTerm, Comparison, compare_run
+from torchdistpackage.plan.compare import ComparedTerm, RunComparison, compare_run
 from torchdistpackage.plan.measured import measured_device, measured_fabric
 from torchdistpackage.plan.run_plan import Plan
 from torchdistpackage.plan.step_time import RunTime, device_of, run_time, unpredicted
@@ -126,7 +126,7 @@ def _compared(term: ComparedTerm) -> str:
     )
 
 
-def _wrong(compared: Comparison) -> str:
+def _wrong(compared: RunComparison) -> str:
     if (term := compared.wrong) is None:
         return "no term differs by 2% of the step or more"
     share = abs(term.difference_s) / compared.step.measured_s
@@ -137,7 +137,7 @@ def _wrong(compared: Comparison) -> str:
     )
 
 
-def _explained(compared: Comparison, where: str) -> str:
+def _explained(compared: RunComparison, where: str) -> str:
     if (number := compared.explanation) is None:
         return "no other value of one number explains it"
     return (

@@ -211,11 +211,12 @@ def missing_name(target: str, folders: Sequence[str]) -> str:
     if file is None or not wanted:
         return ""
     try:
-        names = set(symtable.symtable(file.read_text(), str(file), "exec").get_identifiers())
+        text = file.read_text()
+        names = set(symtable.symtable(text, str(file), "exec").get_identifiers())
     except (OSError, SyntaxError, ValueError):  # what the import says of it is better
         return ""
     if not names.isdisjoint({wanted, "__getattr__", "globals", "setattr", "exec"}) or (
-        _STAR_IMPORT.search(file.read_text())
+        _STAR_IMPORT.search(text)
     ):
         return ""
     near = difflib.get_close_matches(wanted, names, n=1)

@@ -389,7 +389,7 @@ def _flock(handle: int) -> bool | None:
 
 
 class _LockState(NamedTuple):
-    """What a lock file shows.
+    """The state that a lock file shows.
 
     holder: None if the file is incomplete. silent_s: seconds since its last heartbeat.
     freed: the kernel has released the lock.

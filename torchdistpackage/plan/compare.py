@@ -66,7 +66,7 @@ class Explanation:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class RunComparison:
     """A run beside its prediction. step: its seconds, as a term of all. steps: the first and the
     last that count. terms: they add up to the step. wrong: the term that differs most; None: none
     differs by much. explanation: of `wrong`; None: no number explains it.
@@ -79,7 +79,7 @@ class Comparison:
     explanation: Explanation | None
 
 
-def compare_run(plan: Plan, prediction: StepPrediction, folder: Path) -> Comparison:
+def compare_run(plan: Plan, prediction: StepPrediction, folder: Path) -> RunComparison:
     """Compare the run in `folder` with the prediction of its plan.
 
     Raises:
@@ -98,7 +98,7 @@ def compare_run(plan: Plan, prediction: StepPrediction, folder: Path) -> Compari
         found = None
     else:
         explanation = _explain(prediction, wrong, names)
-    return Comparison(step, (rows[0]["step"], rows[-1]["step"]), terms, found, explanation)
+    return RunComparison(step, (rows[0]["step"], rows[-1]["step"]), terms, found, explanation)
 
 
 def _rows(plan: Plan, folder: Path) -> list[Row]:

@@ -172,7 +172,7 @@ class _Moment:
 
 @dataclass(frozen=True, slots=True)
 class _StageBytes:
-    """What one micro-batch of a stage takes.
+    """Bytes that one micro-batch of a stage takes.
 
     kept: from its forward to its backward. deferred: from an I to its W, where the backward is
     split. forward, backward: at the worst moment of each, kept bytes included.

@@ -1,4 +1,4 @@
-"""Which weight of a split module is no longer that of the module it was made from."""
+"""Find the weight of a split module that is no longer that of the module it was made from."""
 
 from typing import Any
 
