@@ -144,13 +144,15 @@ def dpo(
     def sums(of: nn.Module) -> Tensor:
         logits = of(input_ids=ids, use_cache=False).logits.log_softmax(-1)
         picked = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        total, number = (picked * (targets >= 0)).sum(1), (targets >= 0).sum(1)
-        return total if name in ("sigmoid", "hinge") else total / number
+        return (picked * (targets >= 0)).sum(1)
 
     found = sums(model)
     with torch.no_grad():
         known = sums(reference) * (name not in ("simpo", "orpo"))
-    chosen, rejected = (beta * (found - known)[side::2] for side in (0, 1))
+    whole, number = found - known, (targets >= 0).sum(1)
+    if name not in ("sigmoid", "hinge"):
+        whole = whole / number
+    chosen, rejected = (beta * whole[side::2] for side in (0, 1))
     margin = chosen - rejected
     wanted = margin - options.gamma if name == "simpo" else margin
     loss = -(1 - smoothing) * wanted.sigmoid().log() - smoothing * (1 - wanted.sigmoid()).log()
@@ -159,9 +161,14 @@ def dpo(
     elif name == "ipo":
         loss = (margin / beta - 0.5 / beta) ** 2
     elif name == "orpo":
-        good, bad = (found[side::2].exp() for side in (0, 1))
+        good, bad = (whole[side::2].exp() for side in (0, 1))
         ratio = (good / (1 - good)) / (bad / (1 - bad))
-        loss = -found[::2] - beta * (ratio / (1 + ratio)).log()
+        loss = -whole[::2] - beta * (ratio / (1 + ratio)).log()
+    if name in ("simpo", "orpo"):
+        found = found / number
+    else:  # trl logs sums
+        chosen, rejected = (beta * (found - known)[side::2] for side in (0, 1))
+    margin = chosen - rejected
     return loss.mean(), {
         "rewards/chosen": chosen.mean().item(),
         "rewards/rejected": rejected.mean().item(),

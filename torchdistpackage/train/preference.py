@@ -98,30 +98,34 @@ class PreferenceLoss:
         none.
         """
         log_probs, num_tokens = self._log_probs(model.loss, outputs, targets)
-        reference = reference_log_probs.get(m)
-        scores = log_probs if reference is None else log_probs - reference
-        counts = num_tokens[::2] > 0
+        reference, spec = reference_log_probs.get(m), self._options.spec
+        per_row = num_tokens.clamp(min=1) if spec.is_mean else 1
+        ratios = log_probs if reference is None else log_probs - reference
+        scores, counts = ratios / per_row, num_tokens[::2] > 0
         pairs = PairScores(scores[::2], scores[1::2])
         loss = (self._loss_of_pairs(pairs, self._options) * counts).sum()
         if self._context.rank() > 0:
             # the first of those that share the sequences reports their loss
             return loss - loss.detach(), torch.zeros_like(counts.sum())
         if model.tells_loss:
-            chosen, rejected = (self._options.beta * x for x in pairs)
-            rows = (chosen, rejected, chosen > rejected, log_probs[::2], log_probs[1::2])
+            # as trl does: sums beside a reference, else what the loss takes
+            logged = (ratios, log_probs) if spec.has_reference else (scores, log_probs / per_row)
+            rewards, logps = self._options.beta * logged[0], logged[1]
+            chosen, rejected = rewards[::2], rewards[1::2]
+            rows = (chosen, rejected, chosen > rejected, logps[::2], logps[1::2])
             self._sums += torch.stack([(x * counts).sum().to(self._sums) for x in rows]).detach()
         return loss, counts.sum()
 
     def _log_probs(self, loss: LossFn, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each row's log-probability (N,), as the loss of pairs takes it, and the number
-        (N,) of its tokens that count, on all ranks that share the rows.
+        """Return each row's log-probability (N,), summed over its tokens that count, and their
+        number (N,), on all ranks that share the rows.
         """
         sums = sum_log_probs(loss, outputs, targets, self._rows_dim)
         num_tokens = (targets != IGNORE).sum(1).to(sums)
         if self._context.size() > 1:
             both = torch.stack([sums, num_tokens])
             sums, num_tokens = apply(Reduce(self._context), both).unbind()
-        return sums / num_tokens.clamp(min=1) if self._options.spec.is_mean else sums, num_tokens
+        return sums, num_tokens
 
     @contextmanager
     def _frozen(self, model: StagedModel) -> Iterator[StagedModel]:
