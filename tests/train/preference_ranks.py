@@ -73,12 +73,12 @@ def preferred(overrides: list[str]) -> tuple[Answer, list[dict[str, float]], flo
 
     def train_step(step):
         result = plain_step(step).wait()
-        logged.append(dict(result.pairs))
+        logged.append(dict(result.task))
         return type("Done", (), {"wait": lambda _: result})()
 
     run.train_step = train_step
     answer = steps_of(run, range(1, STEPS + 1))
-    return answer, logged, run.evaluate(), dict(run.val_pairs)
+    return answer, logged, run.evaluate(), dict(run.val_task)
 
 
 def of_formula(overrides: list[str], options: dict | None = None, initial: dict | None = None):
@@ -196,7 +196,7 @@ def third_step(overrides: list[str], folder: str) -> tuple[Answer, dict[str, flo
     assert resume(run, Path(folder), "auto").step == 2
     result = run.train_step(3).wait()
     answer = Answer(parity.held(run, "data"), [parity.held(run, "grad")], [result.loss])
-    return answer, dict(result.pairs)
+    return answer, dict(result.task)
 
 
 def lines_of(path: Path) -> list[dict]:

@@ -41,7 +41,8 @@ class Counting:
     updates: int = 0
     rank: int = 0
     data: None = None
-    val_pairs: dict[str, float] = field(default_factory=dict)
+    task: None = None
+    val_task: dict[str, float] = field(default_factory=dict)
     plan: SimpleNamespace = field(
         default_factory=lambda: SimpleNamespace(timeline=SimpleNamespace(bubble=0.0))
     )

@@ -12,7 +12,7 @@ from tests.train import parity
 from tests.train.test_nonfinite import BASE
 from torchdistpackage.comm.moments import OnHost
 from torchdistpackage.parallel.pipeline.losses import totals_on
-from torchdistpackage.plan.run_plan import VOTE_ROOM
+from torchdistpackage.plan.run_plan import TASK_ROOM, VOTE_ROOM
 from torchdistpackage.plan.traffic import STEP_NUMBERS
 from torchdistpackage.train.step_stats import Period, StepStats
 from torchdistpackage.train.votes import Votes
@@ -46,17 +46,18 @@ def test_each_number_of_a_step_comes_back_under_its_name():
     votes = Votes()
     for name, answer in {"save": False, "stop": True, "third": 7}.items():
         votes.register(name, lambda step, answer=answer: answer)
-    pairs = totals_on(torch.device("cpu"), 5) + torch.tensor([0.5, 0.0, 0.0, 0.0, -3.0])
+    task = totals_on(torch.device("cpu"), TASK_ROOM)
+    task[0], task[-1] = 0.5, -3.0
     without = StepStats.to_tensor(totals, power, 0.25, votes.cast(1))
     room_left = [0.0] * (VOTE_ROOM - 3)
-    assert without.tolist() == [1.0, 2.0, 3.0, 0.25, 0.0, 1.0, 7.0, *room_left, *[0.0] * 5]
-    summed = 2 * StepStats.to_tensor(totals, power, 0.25, votes.cast(1), pairs)
+    assert without.tolist() == [1.0, 2.0, 3.0, 0.25, 0.0, 1.0, 7.0, *room_left, *[0.0] * TASK_ROOM]
+    summed = 2 * StepStats.to_tensor(totals, power, 0.25, votes.cast(1), task)
     assert summed.dtype == room.dtype
     assert len(summed) == StepStats.length(votes.names) == STEP_NUMBERS
     sums = StepStats.from_numbers(summed.tolist(), votes.names)
     assert sums[:4] == (2.0, 4.0, 6.0, 0.5)
     assert sums.votes == {"save": 0.0, "stop": 2.0, "third": 14.0}
-    assert sums.pairs == (1.0, 0.0, 0.0, 0.0, -6.0)
+    assert sums.task == (1.0, *[0.0] * (TASK_ROOM - 2), -6.0)
 
 
 def test_more_votes_than_there_is_room_for_make_the_message_longer():
@@ -68,7 +69,7 @@ def test_more_votes_than_there_is_room_for_make_the_message_longer():
     message = StepStats.to_tensor(totals, totals[0], 0.0, votes.cast(10))
     assert len(message) == StepStats.length(names) == STEP_NUMBERS + 2
     sums = StepStats.from_numbers(message.tolist(), votes.names)
-    assert [*sums.votes] == names and sums.pairs == (0.0,) * 5
+    assert [*sums.votes] == names and sums.task == (0.0,) * TASK_ROOM
     assert [*sums.votes.values()] == [-1.0, *range(11, 10 + len(names))]
 
 

@@ -34,6 +34,8 @@ class DataSpec:
         folder gives these alone; "" reads all.
     in_blend: it may be one of several sources.
     keys: keys of the data section that have an effect with such data alone, besides data.field.
+    task: "module:function" of the `TaskLoss` of a run on such data, called with its `StagedModel`
+        before training; "" for data whose tokens are predicted.
     document, needs: its row of docs/data.md.
     """
 
@@ -46,6 +48,7 @@ class DataSpec:
     suffix: str = ""
     in_blend: bool = False
     keys: tuple[str, ...] = ()
+    task: str = ""
     document: str = ""
     needs: str = ""
 
@@ -104,6 +107,7 @@ DATA: Mapping[str, DataSpec] = {
             path="file or folder",
             reader=f"{_READERS}:JsonLines",
             suffix=".jsonl",
+            task="torchdistpackage.train.build:preference_task",
             document="a line of prompt, chosen and rejected answer: see "
             "[preference pairs](preference.md)",
         ),

@@ -75,7 +75,7 @@ VALUES = (
         "",
         "with [preference pairs](preference.md), as `logps/...`: means over the pairs of the step, "
         "by trl's names; after a validation `eval_rewards/...`",
-        read=lambda result: result.pairs,
+        read=lambda result: result.task,
     ),
     LoggedValue(
         "loss",

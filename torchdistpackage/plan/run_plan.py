@@ -47,6 +47,8 @@ larger buckets in the same order, but a plan does not know the transport."""
 VOTE_ROOM = 8 + len(ASKED)
 """Numbers that a step keeps for votes (train/votes.py): its message has one length, which
 plan/traffic.py counts, and room for two more flags than there are. More make it longer."""
+TASK_ROOM = 8
+"""Numbers that a step keeps for what a task sums over its samples (train/task.py)."""
 
 
 @dataclass(frozen=True)

@@ -23,15 +23,15 @@ from torchdistpackage.models.gpt_layout import ATTENTION, HALVES
 from torchdistpackage.parallel.context.choice import exchange_calls
 from torchdistpackage.parallel.expert.shape import STATES
 from torchdistpackage.plan.context_plan import attention_of_rank
-from torchdistpackage.plan.run_plan import VOTE_ROOM, Plan
+from torchdistpackage.plan.run_plan import TASK_ROOM, VOTE_ROOM, Plan
 from torchdistpackage.predict.calls import CallCount, Microbatch, merged
 from torchdistpackage.schedule.actions import flatten
 from torchdistpackage.schedule.generators import evaluation
 from torchdistpackage.topology.mesh import Mesh
 
-STEP_NUMBERS = 9 + VOTE_ROOM
+STEP_NUMBERS = 4 + TASK_ROOM + VOTE_ROOM
 """Numbers that all ranks add up in a step, beside the counts of experts: `StepStats` with room for
-votes (train/step_stats.py, train/experts.py)."""
+votes and a task (train/step_stats.py, train/experts.py)."""
 UNLIMITED_BYTES = 2**62
 
 

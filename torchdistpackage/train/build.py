@@ -72,6 +72,7 @@ from torchdistpackage.train.staged_model import (
 )
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.stop import StopController
+from torchdistpackage.train.task import TaskLoss
 from torchdistpackage.train.trace import StepTrace
 from torchdistpackage.train.train_state import TrainState
 from torchdistpackage.train.update import Update, reduced_grads
@@ -132,7 +133,7 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
         sums_each_round=config.parallel.zero >= 2,
         eval_batches=config.train.eval_batches,
         eval_sets=build_eval_sets(plan, tpc.get_dp_rank(), ranges),
-        preference=_preference(model),
+        task=build_task(model),
         has_own_data=data is None and config.data.target is None,
     )
     if config.train.recompute == "blocks":
@@ -144,13 +145,17 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
     return trainer
 
 
-def _preference(model: StagedModel) -> PreferenceLoss | None:
-    """Return the loss of a run on pairs. Call it before training, while the weights are those of
-    the reference.
+def build_task(model: StagedModel) -> TaskLoss | None:
+    """Return what decides the loss of a run; None: its model, by the next token. Call it before
+    training, while the weights are those of a reference.
     """
+    spec = model.plan.config.data.spec
+    return None if spec is None or not spec.task else resolve(spec.task)(model)
+
+
+def preference_task(model: StagedModel) -> PreferenceLoss:
+    """Return the loss of a run on pairs."""
     config = model.plan.config
-    if not config.data.is_preference:
-        return None
     reference = None
     if config.has_reference_copy:
         stage, layouts, loss = _stage(model.plan, model.device, model.sequence)
@@ -227,7 +232,8 @@ def make_loop(
     """
     plan, config = trainer.plan, trainer.plan.config
     train, checkpoint, every = config.train, config.checkpoint, config.log.every
-    has_pipeline, unit = config.parallel.pipe > 1, _counted(config)
+    has_pipeline = config.parallel.pipe > 1
+    unit = "tokens" if trainer.task is None else trainer.task.unit
     model = plan.model if unit == "tokens" else None
     brings_own_data = config.model.target is not None and config.data.target is not None
     has_own_loss = config.model.loss is not None
@@ -297,11 +303,6 @@ def _predicted_seconds(trainer: Trainer) -> float | None:
     if device.type != "cuda":
         return None
     return known_step_seconds(plan, torch.cuda.get_device_name(device))
-
-
-def _counted(config: RunConfig) -> str:
-    """Name the tokens or pairs over which the loss is a mean, where its count says nothing else."""
-    return "pairs" if config.data.is_preference else "tokens"
 
 
 def retention_of(config: RunConfig) -> Retention:

@@ -54,11 +54,6 @@ def evaluation_lines(loss: float, sets: Mapping[str, float], *, of_tokens: bool)
     return [fill(head + ", ".join(texts), _COLUMNS, subsequent_indent="  ")]
 
 
-def pair_text(pairs: Mapping[str, float]) -> str:
-    """Return the means of pairs that fit on a log line, as text."""
-    return f"margin {pairs['rewards/margins']:.4f}  accuracy {pairs['rewards/accuracies']:.0%}"
-
-
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
     """How far the run is: a bar on a terminal, else one plain line every `every` steps.
 
@@ -91,14 +86,14 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         predicted_bubble: float | None = None,
         predicted_per_s: float | None = None,
         shares: Any = None,
-        pairs: Mapping[str, float] | None = None,
+        task: str = "",
         texts: Iterable[str] = (),
     ) -> None:
         """Show a step that is done.
 
         Bubbles are fractions of the step time; None without a pipeline. predicted_per_s: predicted
-        tokens a second. shares: of the step's samples, by source of several. pairs:
-        `PairSums.means` of answers. texts: what other values show (plan/logged_values.py).
+        tokens a second. shares: of the step's samples, by source of several. task: what a task
+        says of its means. texts: what other values show (plan/logged_values.py).
         """
         if self._bar is None and step % self._every and step != self._total:
             return
@@ -108,8 +103,8 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         speed = "" if predicted_per_s is None else f"predicted {_thousands(predicted_per_s)}"
         if says_predicted and bubble is None:
             text += f" ({speed})"
-        if pairs:
-            text += f"  {pair_text(pairs)}"
+        if task:
+            text += f"  {task}"
         if bubble is not None:
             text += f"  bubble {bubble:.1%}"
             if predicted_bubble is not None and self._bar is None:
@@ -255,7 +250,7 @@ class StepLog:
             predicted_bubble=self._predicted_bubble,
             predicted_per_s=self._predicted_s and speed * result.time_s / self._predicted_s,
             shares=noted.get(SHARES),
-            pairs=result.pairs,
+            task=result.task_text,
             texts=line_texts(result),
         )
         if self._verbose and "pipeline" in noted:

@@ -14,7 +14,7 @@ from typing import Any
 from torchdistpackage.data.source import table_entropies
 from torchdistpackage.harness.watchdog import HangWatchdog, Heartbeat
 from torchdistpackage.plan.logged_values import ASKED
-from torchdistpackage.train.log import StepLog, evaluation_lines, pair_text, perplexity
+from torchdistpackage.train.log import StepLog, evaluation_lines, perplexity
 from torchdistpackage.train.saving import RunSaver
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.step_stats import PendingStep, StepResult
@@ -204,8 +204,8 @@ class Loop:
         self._asked_to_stop |= loss is None
         self.state.owes_validation, self.state.val_loss = loss is None, loss
         self.state.set_losses = sets or {}
-        if loss is not None and (pairs := self.trainer.val_pairs):
-            self.log.note(f"validated: loss {loss:.4f}  {pair_text(pairs)}")
+        if loss is not None and (task := self.trainer.task) is not None:
+            self.log.note(f"validated: loss {loss:.4f}  {task.text(self.trainer.val_task)}")
         if loss is not None and sets:
             self.log.note(*evaluation_lines(loss, sets, of_tokens=self.log.in_nats))
         return loss
@@ -273,7 +273,7 @@ class Loop:
 
     def _validated(self, loss: float) -> dict[str, float | dict[str, float]]:
         values: dict[str, float | dict[str, float]] = {"val_loss": loss}
-        values |= {f"eval_{name}": x for name, x in self.trainer.val_pairs.items()}
+        values |= {f"eval_{name}": x for name, x in self.trainer.val_task.items()}
         if sets := self.state.set_losses:
             values["eval_loss"] = sets
             if self.log.in_nats:

@@ -9,7 +9,7 @@ micro-batch makes them whole. Each then has the whole loss, whose gradient with 
 summand is right as it is, and one of them reports it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -30,18 +30,17 @@ from torchdistpackage.train.staged_model import (
     MicrobatchLoss,
     StagedModel,
 )
-from torchdistpackage.train.step_stats import PairSums
-
-Run = Callable[..., None]
-"""A function like `Executor.run`, with its surroundings."""
+from torchdistpackage.train.task import Run, TaskLoss
 
 
-class PreferenceLoss:
+class PreferenceLoss(TaskLoss):
     """The loss of a run on pairs.
 
     reference: frozen; None: the model without its adapters, if the loss has a reference at all.
     context: the ranks that share each sequence. rows_dim: the dim of outputs along which rows lie.
     """
+
+    unit = "pairs"
 
     def __init__(
         self,
@@ -52,16 +51,30 @@ class PreferenceLoss:
         *,
         rows_dim: int = 0,
     ):
+        super().__init__(device)
         self._options, self._loss_of_pairs = options, resolve(options.spec.loss)
         self._reference, self._context, self._rows_dim = reference, context, rows_dim
-        self._sums = totals_on(device, len(PairSums._fields))
 
-    def take(self) -> Tensor:
-        """Return this rank's `PairSums` since the last call, in float64."""
-        sums, self._sums = self._sums, torch.zeros_like(self._sums)
-        return sums
+    def means(self, sums: Sequence[float], count: float) -> dict[str, float]:
+        """Return means over pairs, by trl's names."""
+        chosen, rejected, accuracy, chosen_logp, rejected_logp = (
+            total / max(count, 1) for total in sums[:5]
+        )
+        return {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/accuracies": accuracy,
+            "rewards/margins": chosen - rejected,
+            "logps/chosen": chosen_logp,
+            "logps/rejected": rejected_logp,
+        }
 
-    def beside_reference(
+    def text(self, means: Mapping[str, float]) -> str:
+        """See `TaskLoss`."""
+        margin, accuracy = means["rewards/margins"], means["rewards/accuracies"]
+        return f"margin {margin:.4f}  accuracy {accuracy:.0%}"
+
+    def loss_of(
         self,
         model: StagedModel,
         executor: Executor,
@@ -113,7 +126,7 @@ class PreferenceLoss:
             rewards, logps = self._options.beta * logged[0], logged[1]
             chosen, rejected = rewards[::2], rewards[1::2]
             rows = (chosen, rejected, chosen > rejected, logps[::2], logps[1::2])
-            self._sums += torch.stack([(x * counts).sum().to(self._sums) for x in rows]).detach()
+            self.add([(x * counts).sum() for x in rows])
         return loss, counts.sum()
 
     def _log_probs(self, loss: LossFn, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

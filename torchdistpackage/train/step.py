@@ -33,15 +33,9 @@ from torchdistpackage.parallel.pipeline.losses import totals_on
 from torchdistpackage.schedule.actions import ActionKind
 from torchdistpackage.tools.undisturbed import keep_random_states
 from torchdistpackage.train.experts import ExpertCounts
-from torchdistpackage.train.preference import PreferenceLoss
 from torchdistpackage.train.staged_model import Microbatches, MicrobatchLoss, StagedModel
-from torchdistpackage.train.step_stats import (
-    PairSums,
-    PendingStep,
-    Period,
-    StepStats,
-    busy_share,
-)
+from torchdistpackage.train.step_stats import PendingStep, Period, StepStats, busy_share
+from torchdistpackage.train.task import TaskLoss
 from torchdistpackage.train.update import Update
 from torchdistpackage.train.votes import Votes
 
@@ -65,7 +59,7 @@ class Trainer(StagedModel):
     replicas: sums the gradients over replicas. optimizer: None for a stage without parameters.
     name, seed: of the run of `num_steps`, each of `rounds` passes over the microbatches.
     sums_each_round: gradients are summed over ranks after every pass, not only after the last.
-    preference: the loss of pairs, of which each has two rows. has_own_data: `data` is of this
+    task: decides the loss, where that is not the one of tokens. has_own_data: `data` is of this
     package, and may be asked for any batch at any time.
     runs_ahead: a step has been issued before it is done, so the host gets the next one ready before
     it reads the numbers of this one.
@@ -84,7 +78,7 @@ class Trainer(StagedModel):
     sums_each_round: bool
     eval_batches: int
     eval_sets: Sequence[EvalSet] = ()
-    preference: PreferenceLoss | None = None
+    task: TaskLoss | None = None
     has_own_data: bool = True
 
     def __post_init__(self) -> None:
@@ -95,8 +89,8 @@ class Trainer(StagedModel):
         self.reducer: Reducer = self.replicas.reducer
         self._reducers = (self.reducer,)
         self._checked, self._part = False, 0
-        self.val_pairs: Mapping[str, float] = {}
-        """`PairSums.means` of the last validation on pairs."""
+        self.val_task: Mapping[str, float] = {}
+        """What the task says of the last validation."""
         self._shared: SequenceSource | None = None
         """The source, if this rank reads only part `_part` of its samples."""
         self.recomputed: tuple[str, ...] = ()
@@ -156,7 +150,7 @@ class Trainer(StagedModel):
         if not self.stage.training:  # a walk through all modules, which few steps need
             self.stage.train()
         self.experts.reset()
-        self._take_pairs()
+        self._take_task()
         totals = self.accumulate(step, record=record)
         timing = self.executor.clock.timing() if measure else None
         # a device is still at it, and its host does not wait: then it is summed when it is read
@@ -166,7 +160,7 @@ class Trainer(StagedModel):
             power, norms = self.update.measure()
             # votes are asked here, as late as the ranks can still agree on them
             cast, names = self.votes.cast(step), self.votes.names
-            local_stats = StepStats.to_tensor(totals, power, busy, cast, self._take_pairs())
+            local_stats = StepStats.to_tensor(totals, power, busy, cast, self._take_task())
             stats = self.experts.join(local_stats)
             with phases("reduce"):
                 primitives.all_reduce(stats, self._world)
@@ -190,7 +184,7 @@ class Trainer(StagedModel):
             norms=norms,
             random=random,
             loads=self.experts.loads,
-            has_pairs=self.preference is not None,
+            task=self.task,
         )
 
     def accumulate(self, step: int, *, reduce: bool = True, record: bool = False) -> Tensor:
@@ -267,7 +261,7 @@ class Trainer(StagedModel):
         means = self._mean_loss(self.eval_batches, self.rounds, batch, stop)
         if means is None:
             return None
-        loss, self.val_pairs = means
+        loss, self.val_task = means
         return loss
 
     def evaluate_sets(self, stop: Callable[[], bool] | None = None) -> dict[str, float] | None:
@@ -289,8 +283,10 @@ class Trainer(StagedModel):
         batch: Callable[[int, int], DataBatch],
         stop: Callable[[], bool] | None,
     ) -> tuple[float, Mapping[str, float]] | None:
-        """Return the mean loss, and for pairs `PairSums.means`; None if a rank asked to stop."""
-        self._take_pairs()
+        """Return the mean loss, and what the task says of it; None if a rank asked to stop."""
+        self._take_task()
+        if self.task is not None:
+            self.task.begin_validation()
         totals, votes_asked = totals_on(self.device), None
         self.stage.eval()
         with self.phases("validate"), keep_random_states(self.device):
@@ -307,10 +303,15 @@ class Trainer(StagedModel):
                         self.stage.train()
                         return None
             self.stage.train()
-            if self.preference is not None:
-                totals = torch.cat([totals, self.preference.take()])
+            task_sums = self._take_task()
+            if task_sums is not None:
+                totals = torch.cat([totals, task_sums])
             total, count, *sums = primitives.all_reduce(totals, self._world).tolist()
-        return total / max(count, 1), PairSums(*sums).means(count) if sums else {}
+            values: dict[str, float] = {}
+            if self.task is not None:
+                values |= self.task.means(sums, count)
+                values |= self.task.end_validation(self._world)
+        return total / max(count, 1), values
 
     def agree_to_stop(self, stop: Callable[[], bool]) -> bool:
         """Return whether `stop` is true on any rank; all ranks call it together."""
@@ -354,7 +355,7 @@ class Trainer(StagedModel):
     ) -> None:
         """Add (loss sum, count) of the round to `totals` if this rank reports it."""
         phases, (inputs, targets, positions) = self.phases, batch
-        loss = self._beside_reference(inputs, targets)
+        loss = self._task_loss(inputs, targets)
         with phases("messages"), reducing(self._reducers, reduces) as reducers:
             executor.run(
                 self.forward_and_loss(executor, inputs, targets, totals, positions, loss),
@@ -364,19 +365,19 @@ class Trainer(StagedModel):
                 record=record,
             )
 
-    def _beside_reference(
+    def _task_loss(
         self, inputs: Sequence[Tensor], targets: Sequence[Tensor]
     ) -> MicrobatchLoss | None:
-        """Return the loss of pairs, after the reference ran on them; None for other runs."""
-        if self.preference is None:
+        """Return the loss of the task, after what runs before the model; None without a task."""
+        if self.task is None:
             return None
         run = partial(self.evaluator.run, around=lambda _: self.phases("forward"))
         with self.phases("messages"), self.reducer.no_sync():
-            return self.preference.beside_reference(self, self.evaluator, run, inputs, targets)
+            return self.task.loss_of(self, self.evaluator, run, inputs, targets)
 
-    def _take_pairs(self) -> Tensor | None:
-        """Return this rank's `PairSums` since the last call; None for runs without pairs."""
-        return None if self.preference is None else self.preference.take()
+    def _take_task(self) -> Tensor | None:
+        """Return this rank's sums of the task since the last call; None without a task."""
+        return None if self.task is None else self.task.take()
 
 
 def check_batch(batch: DataBatch, device: torch.device, part: int = 0) -> None:

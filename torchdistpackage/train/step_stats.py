@@ -17,39 +17,15 @@ from torchdistpackage.comm.moments import Moment, OnHost, Timing, clock_of, seco
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.parallel.expert.balance import ExpertLoad
 from torchdistpackage.plan.logged_values import logged, reduced
-from torchdistpackage.plan.run_plan import VOTE_ROOM
-
-
-class PairSums(NamedTuple):
-    """Sums over pairs. accuracy: of the pairs whose chosen answer has the larger reward."""
-
-    chosen: float
-    rejected: float
-    accuracy: float
-    chosen_logp: float
-    rejected_logp: float
-
-    def means(self, num_pairs: float) -> dict[str, float]:
-        """Return means over pairs, by trl's names."""
-        x = PairSums(*(total / max(num_pairs, 1) for total in self))
-        return {
-            "rewards/chosen": x.chosen,
-            "rewards/rejected": x.rejected,
-            "rewards/accuracies": x.accuracy,
-            "rewards/margins": x.chosen - x.rejected,
-            "logps/chosen": x.chosen_logp,
-            "logps/rejected": x.rejected_logp,
-        }
-
-
-_NO_PAIRS = PairSums(0.0, 0.0, 0.0, 0.0, 0.0)
+from torchdistpackage.plan.run_plan import TASK_ROOM, VOTE_ROOM
+from torchdistpackage.train.task import TaskLoss
 
 
 class StepStats(NamedTuple):
     """The sums over all ranks that the one all-reduce of a step makes.
 
     grad_sq_norm: sum of the squares of the gradients. busy: sum of the shares of their time in
-    which ranks computed. votes: sums of the ranks' `Votes`, by name. pairs: of pairs of answers.
+    which ranks computed. votes: sums of the ranks' `Votes`, by name. task: of `TaskLoss.take`.
     """
 
     loss: float
@@ -57,7 +33,7 @@ class StepStats(NamedTuple):
     grad_sq_norm: float
     busy: float
     votes: Mapping[str, float]
-    pairs: PairSums
+    task: Sequence[float]
 
     def is_finite(self) -> bool:
         return all(map(math.isfinite, (self.loss, self.tokens, self.grad_sq_norm)))
@@ -68,27 +44,27 @@ class StepStats(NamedTuple):
         grad_sq_norm: Tensor,
         busy: float,
         votes: Sequence[float],
-        pairs: Tensor | None = None,
+        task: Tensor | None = None,
     ) -> Tensor:
         """Return this rank's numbers, in the type and on the device of `totals`: (loss, tokens).
 
-        votes: of `Votes.cast`. pairs: `PairSums`; None: zeros.
+        votes: of `Votes.cast`. task: of `TaskLoss.take`; None: zeros.
         """
-        numbers = [busy, *votes] if pairs is not None else [busy, *votes, *_NO_PAIRS]
+        numbers = [busy, *votes] if task is not None else [busy, *votes, *[0.0] * TASK_ROOM]
         parts = [totals, grad_sq_norm.view(1).to(totals), _on_device(numbers, totals)]
-        return torch.cat(parts if pairs is None else [*parts, pairs])
+        return torch.cat(parts if task is None else [*parts, task])
 
     @staticmethod
     def length(names: Sequence[str]) -> int:
         """Return how many numbers `to_tensor` makes with votes of these names."""
-        return 4 + max(len(names), VOTE_ROOM) + len(PairSums._fields)
+        return 4 + max(len(names), VOTE_ROOM) + TASK_ROOM
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[float], names: Sequence[str]) -> "StepStats":
         """Read the sums of what `to_tensor` made. names: those of the votes that were cast."""
-        pairs = len(numbers) - len(PairSums._fields)
-        votes = dict(zip(names, numbers[4:pairs], strict=False))
-        return cls(*numbers[:4], votes, PairSums(*numbers[pairs:]))
+        votes_end = len(numbers) - TASK_ROOM
+        votes = dict(zip(names, numbers[4:votes_end], strict=False))
+        return cls(*numbers[:4], votes, tuple(numbers[votes_end:]))
 
 
 def _on_device(numbers: Sequence[float], like: Tensor) -> Tensor:
@@ -113,7 +89,8 @@ class StepResult:
     over the ranks of this rank's pipeline, so it differs; None where it was not measured. votes: as
     `StepStats`. skipped: the loss or a gradient of some rank was not finite, and no rank has
     updated anything.
-    experts: by layer the load of its experts. pairs: what `PairSums.means` says of pairs.
+    experts: by layer the load of its experts. task, task_text: of
+    `TaskLoss.means`, and what of it the log line has.
     measured: logged values that each rank was asked for, reduced over the ranks.
     """
 
@@ -127,7 +104,8 @@ class StepResult:
     skipped: bool = False
     votes: Mapping[str, float] = field(default_factory=dict[str, float])
     experts: Mapping[str, ExpertLoad] = field(default_factory=dict[str, ExpertLoad])
-    pairs: Mapping[str, float] = field(default_factory=dict[str, float])
+    task: Mapping[str, float] = field(default_factory=dict[str, float])
+    task_text: str = ""
     measured: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
@@ -175,7 +153,7 @@ class PendingStep:
     was not known when they were summed, else None: then the bubble is that of this rank's
     `pipeline`. votes: names of those in `stats`. names, norms: this rank's gradients after the sum.
     random: the states from which the step drew. loads: what the counts of experts say, which
-    follow the others in `stats`. has_pairs: losses are of pairs of answers.
+    follow the others in `stats`. task: of a run that has one.
     """
 
     step: int
@@ -191,29 +169,31 @@ class PendingStep:
     norms: Tensor
     random: Sequence[Tensor]
     loads: Callable[[Sequence[float]], Mapping[str, ExpertLoad]] = lambda _: {}
-    has_pairs: bool = False
+    task: TaskLoss | None = None
 
     def wait(self) -> StepResult:
         numbers = self.stats.read()
         number = StepStats.length(self.votes)
         sums = StepStats.from_numbers(numbers[:number], self.votes)
-        tokens, busy, among = max(sums.tokens, 1), sums.busy, self.world
+        tokens, busy, among, task = max(sums.tokens, 1), sums.busy, self.world, self.task
         if self.pass_timing is not None:
             local_busy = torch.tensor([busy_share(self.pass_timing)], dtype=torch.float64)
             among = self.pipeline if self.pipeline.size() == 1 else on_cpu(self.pipeline)
             busy = float(primitives.all_reduce(local_busy, among))
+        means = {} if task is None else task.means(sums.task, tokens)
         return StepResult(
             step=self.step,
             loss=sums.loss / tokens,
             grad_norm=sums.grad_sq_norm**0.5 / tokens,
-            tokens=int(sums.tokens),
+            tokens=int(sums.tokens) if task is None else task.num_samples(sums.task, sums.tokens),
             time_s=self.period.seconds(),
             lr=self.lr,
             bubble=1 - busy / among.size() if self.measured else None,
             skipped=not sums.is_finite(),
             votes=sums.votes,
             experts=self.loads(numbers[number:]),
-            pairs=sums.pairs.means(tokens) if self.has_pairs else {},
+            task=means,
+            task_text="" if task is None else task.text(means),
             measured=reduced(sums.votes, self.world.size()),
         )
 

@@ -1,0 +1,80 @@
+"""The interface of a task: what decides the loss of a run's microbatches, and what the log and the
+validations say beside it.
+
+A run without a task predicts tokens, by the loss of its model. `build_task` in train/build.py makes
+the task of a run by its data.name. What a task sums over samples travels in the one all-reduce of a
+step; what needs all samples at once, such as the area under a curve, is gathered once a validation.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.parallel.pipeline.executor import Executor
+from torchdistpackage.parallel.pipeline.losses import totals_on
+from torchdistpackage.plan.run_plan import TASK_ROOM
+from torchdistpackage.train.staged_model import MicrobatchLoss, StagedModel
+
+Run = Callable[..., None]
+"""A function like `Executor.run`, with its surroundings."""
+
+
+class TaskLoss:
+    """Base class of the losses of tasks. device: of the sums.
+
+    unit: the samples over which the loss is a mean, as the log names them.
+    """
+
+    unit: ClassVar[str] = "samples"
+
+    def __init__(self, device: torch.device):
+        self._sums = totals_on(device, TASK_ROOM)
+
+    def loss_of(
+        self,
+        model: StagedModel,
+        executor: Executor,
+        run: Run,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+    ) -> MicrobatchLoss:
+        """Return the loss of these microbatches, called with the outputs of the last stage.
+
+        executor: forward alone; run: its `run`, for what has to go forward before the model does.
+        """
+        raise NotImplementedError
+
+    def add(self, sums: Sequence[Tensor]) -> None:
+        """Add sums over samples, numbers each, on the one rank that reports them; at most
+        `TASK_ROOM`.
+        """
+        self._sums[: len(sums)] += torch.stack([x.to(self._sums) for x in sums]).detach()
+
+    def take(self) -> Tensor:
+        """Return this rank's sums (TASK_ROOM,) since the last call, in float64."""
+        sums, self._sums = self._sums, torch.zeros_like(self._sums)
+        return sums
+
+    def means(self, sums: Sequence[float], count: float) -> Mapping[str, float]:
+        """Return values of the log from sums over all ranks. count: that of the loss."""
+        return {}
+
+    def num_samples(self, sums: Sequence[float], count: float) -> int:
+        """Return how many samples or tokens were counted, which a weighted count does not say."""
+        return round(count)
+
+    def text(self, means: Mapping[str, float]) -> str:
+        """Return the part of `means` that fits on a log line."""
+        return ""
+
+    def begin_validation(self) -> None:
+        """Begin to keep what `end_validation` needs of each sample."""
+
+    def end_validation(self, group: Group) -> Mapping[str, float]:
+        """Return values of the validation beside `means`, equal on all ranks of `group`, which call
+        it together. A validation that is cut short has no end.
+        """
+        return {}
