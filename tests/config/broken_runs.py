@@ -321,6 +321,21 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "data.eval.web data.tokenizer tokenizer.json data.val_path data.tokenizer",
     ),
     (
+        {"train__early_stop": {"metric": "wbe"}, "data__eval": {"web": "web.txt"}},
+        "train.early_stop.metric",
+        "early_stop.metric=wbe val_loss, web eval_NAME",
+    ),
+    (
+        {"train__early_stop": {"patience": 5, "mode": "max"}},
+        "train.early_stop.metric",
+        "early_stop.patience and mode no effect metric: val_loss",
+    ),
+    (
+        {"train__early_stop": {"metric": "val_loss"}, "train__eval_every": 0},
+        "train.early_stop.metric",
+        "early_stop.metric=val_loss train.eval_every is 0",
+    ),
+    (
         {"checkpoint__keep_best": "wbe", "data__eval": {"web": "web.txt"}},
         "checkpoint.keep_best",
         "keep_best=wbe val_loss, web data.eval",

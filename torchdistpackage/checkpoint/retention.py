@@ -7,6 +7,9 @@ from pathlib import Path
 
 from torchdistpackage.checkpoint.manifest import Fact, read_manifest
 
+BEST_STEP = "best_step"
+"""Fact of a checkpoint: while it is the newest, the checkpoint of this step stays too."""
+
 
 @dataclass(frozen=True, slots=True)
 class Retention:
@@ -31,12 +34,15 @@ def reasons(keep: Retention, newest_first: Sequence[Path]) -> dict[Path, list[st
     rules: dict[Path, list[str]] = {path: [] for path in newest_first}
     for path in newest_first[: max(keep.last, 1)]:
         rules[path].append(f"keep_last={keep.last}")
-    if not keep.every and keep.best is None:
+    best_step = read_manifest(newest_first[0]).facts.get(BEST_STEP) if newest_first else None
+    if not keep.every and keep.best is None and best_step is None:
         return rules
     manifests = {path: read_manifest(path) for path in newest_first}
     for path, manifest in manifests.items():
         if keep.every and manifest.step % keep.every == 0:
             rules[path].append(f"keep_every={keep.every}")
+        if manifest.step == best_step:
+            rules[path].append(BEST_STEP)
     if keep.best is not None:
         values = {path: value_of(x.facts, keep.best) for path, x in manifests.items()}
         values = {path: value for path, value in values.items() if not math.isnan(value)}

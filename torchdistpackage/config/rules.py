@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchdistpackage.config.data_section import DataSection
-from torchdistpackage.config.schema import ModelSection, RunConfig
+from torchdistpackage.config.schema import EarlyStopSection, ModelSection, RunConfig
 from torchdistpackage.config.types import MAX_RANKS
 from torchdistpackage.errors import ConfigError
 
@@ -388,6 +388,37 @@ def _the_best_is_measured(c: RunConfig, world_size: int | None) -> str | None:
             f"{math.lcm(every, saved.save_every)} steps; make one a multiple of the other"
         )
     return None
+
+
+@rule(*(f"train.early_stop.{key}" for key in EarlyStopSection.model_fields), "data.eval")
+def _the_stop_has_a_value(c: RunConfig, world_size: int | None) -> str | None:
+    stop, names = c.train.early_stop, ("val_loss", *c.data.eval)
+    if stop.metric is None:
+        plain = RunConfig().train.early_stop
+        keys = ("patience", "min_delta", "mode")
+        changed = [key for key in keys if getattr(stop, key) != getattr(plain, key)]
+        return (
+            f"train.early_stop.{' and '.join(changed)} has no effect without "
+            f"train.early_stop.metric; set it, such as metric: val_loss"
+            if changed
+            else None
+        )
+    if stop.metric in names or stop.metric.startswith("eval_"):
+        return None
+    return (
+        f"train.early_stop.metric={stop.metric} is no value that the run measures; name one of "
+        f"{', '.join(names)}, or eval_NAME of another value in metrics.jsonl"
+    )
+
+
+@rule("train.early_stop.metric", "train.eval_every")
+def _the_stop_is_measured(c: RunConfig, world_size: int | None) -> str | None:
+    if c.train.early_stop.metric is None or c.train.eval_every:
+        return None
+    return (
+        f"train.early_stop.metric={c.train.early_stop.metric} needs validations before the last "
+        f"step, but train.eval_every is 0; set it to some number of steps"
+    )
 
 
 RULES = tuple(x for x in tuple(globals().values()) if isinstance(x, Rule))

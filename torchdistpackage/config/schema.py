@@ -275,6 +275,38 @@ class DpoSection(Section):
         return PREFERENCE_LOSSES[self.loss]
 
 
+class EarlyStopSection(Section):
+    """When a run ends before train.steps, because a validated value no longer improves."""
+
+    metric: k.MetricName = Field(
+        default=None,
+        description="Value that has to improve: val_loss, the name of a set in data.eval, or a "
+        "value of validations in metrics.jsonl, such as eval_rewards/accuracies; null is off.",
+    )
+    patience: k.Count = Field(
+        default=3,
+        le=k.MAX_STEPS,
+        description="Number of validations in a row without an improvement after which the run "
+        "ends (transformers' early_stopping_patience).",
+    )
+    min_delta: k.NotNegative = Field(
+        default=0.0,
+        description="Improvement over the best value before that has to be exceeded to count "
+        "(transformers' early_stopping_threshold).",
+    )
+    mode: k.BestMode = Field(
+        default="auto",
+        description="Whether smaller values are better (min) or larger ones (max); auto is min for "
+        "losses, and max for all else.",
+    )
+
+    @property
+    def is_greater_better(self) -> bool:
+        """Return whether larger values of the metric are better."""
+        is_loss = not (self.metric or "").startswith("eval_") or str(self.metric).endswith("loss")
+        return not is_loss if self.mode == "auto" else self.mode == "max"
+
+
 class TrainSection(Section):
     """Length of the run, and what happens during it."""
 
@@ -331,6 +363,7 @@ class TrainSection(Section):
         "which the log then names; 0 is off.",
     )
     dpo: DpoSection = default(DpoSection)
+    early_stop: EarlyStopSection = default(EarlyStopSection)
     recompute: k.Recompute = Field(
         default="none",
         description="Which activations the backward recomputes instead of keeping them: none, "

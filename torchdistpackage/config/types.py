@@ -328,6 +328,15 @@ KeepBest = (
     ]
     | None
 )
+MetricName = (
+    Annotated[
+        str,
+        Field(min_length=1, max_length=MAX_NAME_BYTES),
+        Expected("val_loss, a name of data.eval, or eval_NAME of another value"),
+    ]
+    | None
+)
+BestMode = Literal["auto", "min", "max"]
 AsyncMode = Literal["auto", "async", "disabled"]
 OnSaveError = Literal["stop", "continue"]
 RequeueMode = Literal["requeue", "chain", "never"]

@@ -129,6 +129,11 @@ VALUES = (
     LoggedValue(
         "eval_loss", "nats per token", "after a validation, with `data.eval`: of each set by name"
     ),
+    LoggedValue(
+        "best_step",
+        "",
+        "after a validation, with `train.early_stop`: step of the best value so far",
+    ),
     LoggedValue("perplexity", "", "with it: of the validation (`val`) and of each set"),
     LoggedValue(
         "unigram",

@@ -53,6 +53,7 @@ from torchdistpackage.train.callbacks import (
 )
 from torchdistpackage.train.compiled import compile_blocks
 from torchdistpackage.train.data_build import blend_of, build_data, build_eval_sets
+from torchdistpackage.train.early_stop import EarlyStop
 from torchdistpackage.train.learning_rate import learning_rate
 from torchdistpackage.train.log import StepLog, print_line
 from torchdistpackage.train.loop import Callback, Loop
@@ -262,6 +263,8 @@ def make_loop(
     callbacks += [DeadExperts(10 * every), NonFiniteCheck(skips=train.on_nonfinite == "skip")]
     if (blend := blend_of(trainer.data)) is not None:
         callbacks.append(SourceShares(blend, trainer.seed))
+    if train.early_stop.metric is not None:
+        callbacks.append(EarlyStop(train.early_stop))
     if train.check_replicas_every:
         callbacks.append(ReplicaCheck(trainer, train.check_replicas_every))
     callbacks += map(own_callback, config.log.callbacks)

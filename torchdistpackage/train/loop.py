@@ -6,7 +6,7 @@ numbers are read a step late, and all ranks stop after the same step.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,11 @@ class Callback:
 
     def on_step(self, loop: "Loop", result: StepResult, issued: PendingStep) -> None:
         """Called when the numbers of a step have arrived, before any of them is noted or logged."""
+
+    def on_validated(self, loop: "Loop", values: Mapping[str, float]) -> None:
+        """Called after a validation with its values, equal on all ranks: `val_loss`, the losses of
+        data.eval by their names, and others as in the row of the step.
+        """
 
     def on_save(self, loop: "Loop", step: int, took_s: float) -> None:
         """Called when the checkpoint of `step` is complete, took_s seconds after its save began."""
@@ -115,7 +120,10 @@ class Loop:
         self.artifacts: tuple[str, ...] = ()
         self._saved_at = time.monotonic()
         self._pending: PendingStep | None = None
+        self._start = state.step
         self._asked_to_save = self._asked_to_stop = False
+        self.early_end = ""
+        """Why the run is complete before its last step; empty if it is not."""
 
     def run(self) -> float | None:
         """Train to the last step; the final validation loss, in nats a token.
@@ -141,13 +149,13 @@ class Loop:
 
     def _train(self) -> float | None:
         trainer = self.trainer
-        start, total = self.state.step, trainer.num_steps
+        start, total = self._start, trainer.num_steps
         final = self._pending_eval() if self.state.owes_validation else None
         began = time.monotonic()
         for step in range(start + 1, total + 1):
             # All ranks stop at the same step: the vote to stop came back as one sum, so a signal
             # to a single rank ends all of them here, with one checkpoint of one step.
-            if self._asked_to_stop:
+            if self._asked_to_stop or self.early_end:
                 break
             self.heartbeat.step()
             for before_step in self._before_step:
@@ -172,7 +180,7 @@ class Loop:
             for on_issued in self._on_issued:
                 on_issued(self, step)
             validate = step == total or is_due(self._eval_every, step)
-            save = is_due(self._save_every, step) or (step == total and self._saves)
+            save = is_due(self._save_every, step) or (step == total and self.saves)
             copy = is_due(self._local_every, step)
             # what follows the step is not of its time
             apart = validate or save or copy or self._asked_to_stop or self._asked_to_save
@@ -184,7 +192,7 @@ class Loop:
             if step > start + 1:  # the first one warms up
                 self.stop.step_s.append(time.monotonic() - began)
             if save or self._asked_to_save or self._asked_to_stop:
-                self._save(last=step == total or self._asked_to_stop)
+                self._save(last=step == total or self._asked_to_stop or bool(self.early_end))
             elif copy:
                 self._save_locally()
             began = time.monotonic()
@@ -208,7 +216,24 @@ class Loop:
             self.log.note(f"validated: loss {loss:.4f}  {task.text(self.trainer.val_task)}")
         if loss is not None and sets:
             self.log.note(*evaluation_lines(loss, sets, of_tokens=self.log.in_nats))
+        if loss is not None:
+            row = self._validated(loss)
+            values = {n: x for n, x in row.items() if isinstance(x, float)} | (sets or {})
+            for callback in self._callbacks:
+                callback.on_validated(self, values)
         return loss
+
+    def ask_to_save(self) -> None:
+        """Save after this step; all ranks call it in the same one."""
+        self._asked_to_save = True
+
+    def end_early(self, reason: str) -> None:
+        """Let the run be complete after this step, and saved if it saves at all; all ranks call it
+        in the same one.
+        """
+        self.early_end = reason
+        self._asked_to_save |= self.saves and self.state.step > self._start
+        self.log.note(reason)
 
     def _pending_eval(self) -> float | None:
         """Run the validation that an earlier start left out, and add it to the row of its step."""
@@ -235,7 +260,7 @@ class Loop:
             callback.on_save(self, step, took_s)
 
     @property
-    def _saves(self) -> bool:
+    def saves(self) -> bool:
         """Return whether the run saves its last step."""
         save_interval = self._save_every or self._save_every_min or self._local_every
         return self._save_last or bool(save_interval)

@@ -11,8 +11,9 @@ import torch
 from torchdistpackage.checkpoint.commit import retain_before, set_aside
 from torchdistpackage.checkpoint.load import latest_together, load
 from torchdistpackage.checkpoint.local_copies import LocalCopies
+from torchdistpackage.checkpoint.manifest import Fact
 from torchdistpackage.checkpoint.parts import TopologyRank
-from torchdistpackage.checkpoint.retention import Retention
+from torchdistpackage.checkpoint.retention import BEST_STEP, Retention
 from torchdistpackage.checkpoint.save import (
     PendingSave,
     SaveTarget,
@@ -35,6 +36,29 @@ OWES = "owes_validation"
 SKIPPED = "skipped_steps"
 DATA, EVAL_DATA = "data_fingerprint", "eval_data_fingerprint"
 LOSS = "loss"
+_BEST = {
+    "metric": "best_metric",
+    "value": "best_value",
+    "step": BEST_STEP,
+    "num_unimproved": "best_num_unimproved",
+    "validated_step": "best_validated_step",
+}
+"""Field of `BestSoFar` -> the fact of a checkpoint that holds it."""
+
+
+@dataclass(frozen=True)
+class BestSoFar:
+    """The best value of `metric` in the validations so far, at `step`; None before the first.
+
+    num_unimproved: validations since the last improvement that counts. validated_step: the last
+    step that was validated.
+    """
+
+    metric: str
+    value: float | None = None
+    step: int = 0
+    num_unimproved: int = 0
+    validated_step: int = 0
 
 
 @dataclass
@@ -43,7 +67,7 @@ class TrainState:
 
     owes_validation: the validation that belongs to `step` was cut short. skipped: steps that were
     left out because a number was not finite. loss, val_loss: of `step`, None where not known.
-    set_losses: as val_loss, of each set of data.eval. data: of the files that it reads.
+    set_losses: as val_loss, of each set of data.eval. best: of the value that may end the run early. data: of the files that it reads.
     """
 
     step: int = 0
@@ -54,6 +78,7 @@ class TrainState:
     val_loss: float | None = None
     data: DataFingerprints = field(default_factory=DataFingerprints)
     set_losses: Mapping[str, float] = field(default_factory=dict[str, float])
+    best: BestSoFar | None = None
 
 
 def save_state(trainer: Trainer, state: TrainState, run_folder: Path, keep_last: int) -> Path:
@@ -88,6 +113,11 @@ def begin_save(
             SKIPPED: state.skipped,
             DATA: state.data.training,
             EVAL_DATA: state.data.evaluation,
+            **(
+                {}
+                if state.best is None
+                else {fact: getattr(state.best, name) for name, fact in _BEST.items()}
+            ),
             **{name: x for name, x in losses.items() if x is not None and math.isfinite(x)},
         },
         copies=copies,
@@ -198,7 +228,23 @@ def _resume(
         bool(loaded.facts.get(OWES)),
         skipped,
         data=DataFingerprints(*(str(loaded.facts.get(x) or "") for x in (DATA, EVAL_DATA))),
+        best=_best(loaded.facts, path),
     )
+
+
+def _best(facts: Mapping[str, Fact], path: Path) -> BestSoFar | None:
+    values = {name: facts.get(fact) for name, fact in _BEST.items()}
+    metric, value = values.pop("metric"), values.pop("value")
+    if metric is None:
+        return None
+    counts = {name: x for name, x in values.items() if isinstance(x, int)}
+    number = float(value) if isinstance(value, int | float) else None
+    if len(counts) < len(values) or (value is not None and number is None):
+        raise CheckpointError(
+            f"{path}: {', '.join(_BEST.values())} are {[metric, value, *values.values()]}, which "
+            f"are no name and numbers"
+        )
+    return BestSoFar(str(metric), number, **counts)
 
 
 def _random_state(trainer: Trainer) -> dict[str, int | torch.Tensor]:

@@ -298,7 +298,7 @@ def _conclude(rank: RunRank, ended: EndedRun, stop: StopController) -> int:
             note_event(folder, END, loop.state.step, word=outcome, reason=decision.reason)
             rank.say(ended_line(folder, loop.state.step, decision))
         else:
-            note_event(folder, END, loop.state.step, word=outcome, reason="")
+            note_event(folder, END, loop.state.step, word=outcome, reason=loop.early_end)
         if loss is not None and attempt_id(os.environ) != "local":
             write_decision(rank.files, Decision(RequeueDecision.FINISHED, f"{folder}"), os.environ)
     if config.train.compile != "off":
