@@ -67,7 +67,8 @@ class TrainState:
 
     owes_validation: the validation that belongs to `step` was cut short. skipped: steps that were
     left out because a number was not finite. loss, val_loss: of `step`, None where not known.
-    set_losses: as val_loss, of each set of data.eval. best: of the value that may end the run early. data: of the files that it reads.
+    set_losses: as val_loss, of each set of data.eval. data: of the files that it reads. best: of
+    the value that may end the run early.
     """
 
     step: int = 0
