@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.gpu.here import Here
 from benchmarks.gpu.rows import Found, Row
+from torchdistpackage.comm.nccl_library import loaded_nccl
 
 
 def main(module: str, file: str) -> None:
@@ -39,7 +40,7 @@ def machine(here: Here) -> dict[str, object]:
     return known | {
         "device": torch.cuda.get_device_name(here.device),
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "nccl": ".".join(map(str, loaded_nccl() or ())),
         "memory_bytes": torch.cuda.get_device_properties(here.device).total_memory,
     }
 

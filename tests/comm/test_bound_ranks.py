@@ -17,8 +17,8 @@ class Device:
         self.__dict__.update({f"pci_{name}_id": number for name, number in ids.items()})
 
 
-def bound(monkeypatch: pytest.MonkeyPatch, allowed: frozenset[int], local_rank: int):
-    """Return what a rank of two says, and the cores that it keeps to."""
+def bound(monkeypatch: pytest.MonkeyPatch, allowed: frozenset[int], local_rank: int, each: int = 1):
+    """Return what a rank says where two GPUs have `each` rank, and the cores that it keeps to."""
     devices = [Device(domain=0, bus=0x17, device=0), Device(domain=0, bus=0x86, device=0)]
     kept = set(allowed)
 
@@ -33,11 +33,14 @@ def bound(monkeypatch: pytest.MonkeyPatch, allowed: frozenset[int], local_rank: 
     monkeypatch.setattr(os, "sched_setaffinity", keep)
 
     def near(addresses: list[str], rank: int, every: frozenset[int]) -> frozenset[int]:
-        assert (addresses, every) == (["0000:17:00.0", "0000:86:00.0"], EVERY)
-        return NEAR[rank]
+        first, second = ["0000:17:00.0"] * each, ["0000:86:00.0"] * each
+        assert (addresses, every) == ([*first, *second], EVERY)
+        return NEAR[rank // each]
 
     monkeypatch.setattr(runtime, "cores_of_rank", near)
-    place = Rendezvous(local_rank, 2, local_rank, 2, 0, "127.0.0.1", (1,), "token", "local")
+    place = Rendezvous(
+        local_rank, 2 * each, local_rank, 2 * each, 0, "127.0.0.1", (1,), "token", "local"
+    )
     return runtime._bind(place), kept
 
 
@@ -47,6 +50,11 @@ def test_a_local_rank_keeps_to_the_cores_near_its_gpu(monkeypatch):
     assert said == "each rank keeps to the cores near its GPU (rank 1: 4)"
     some = EVERY - {7}  # as taskset leaves
     assert bound(monkeypatch, some, 1) == ("", set(some))
+
+
+def test_ranks_that_share_a_gpu_keep_to_the_cores_near_it(monkeypatch):
+    kept = [bound(monkeypatch, EVERY, rank, each=2)[1] for rank in range(4)]
+    assert kept == [NEAR[0], NEAR[0], NEAR[1], NEAR[1]]
 
 
 def test_a_gpu_whose_address_torch_does_not_say_binds_nobody(monkeypatch):

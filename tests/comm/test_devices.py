@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 import torchdistpackage
-from tests.comm.starting import by_hand, two_nodes
+from tests.comm.starting import by_hand, in_step, two_nodes
+from torchdistpackage.comm import runtime
 from torchdistpackage.comm.runtime import find_free_port, join, leave
 from torchdistpackage.environment.failure import Failure
 from torchdistpackage.environment.rendezvous import detect
@@ -115,6 +116,55 @@ def join_with_gpus_alike() -> tuple[str, str]:
     """Both see the same single one."""
     torch.cuda.get_device_properties = lambda device: type("", (), {"uuid": "a"})
     return join_with_gpus()
+
+
+SHARED = ("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS", "NCCL_NVLS_ENABLE")
+
+
+def join_on_shared_gpus() -> tuple[str, float, list[str | None], str]:
+    """Device, part of its memory, variables and the log's line, where NCCL is TEST_NCCL."""
+    parts: list[float] = []
+    version = tuple(map(int, os.environ["TEST_NCCL"].split(".")))
+    runtime.loaded_nccl = lambda: version
+    torch.cuda.device_count = lambda: int(os.environ["TEST_GPUS"])
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid="a")
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.set_per_process_memory_fraction = lambda part, device: parts.append(part)
+    seen: list[str | None] = []
+
+    def init_process_group(backend, **options):
+        assert backend == "nccl"
+        seen.extend(os.environ.get(name) for name in SHARED)
+        real("gloo", **options | {"device_id": None, "pg_options": None})
+
+    real, dist.init_process_group = dist.init_process_group, init_process_group
+    try:
+        joined = join(detect(os.environ), share_gpus=True, init_timeout_s=20)
+        assert joined.sharing in joined.notes
+        return str(joined.device), sum(parts), seen, joined.sharing
+    finally:
+        leave()
+
+
+def test_ranks_share_gpus_over_nccl_that_can(start):
+    port = find_free_port()
+    more = {"TEST_GPUS": "2", "TEST_NCCL": "2.30.7", "NCCL_MAX_CTAS": "4"}
+    told = start(join_on_shared_gpus, [by_hand(rank, 4, port) | more for rank in range(4)])
+    assert [device for device, *_ in told] == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
+    assert [tuple(x[1:3]) for x in told] == [(0.4, ["1", "4", "0"])] * 4, "the user's 4 stands"
+    assert all("2 ranks" in x[3] and "2.30.7" in x[3] for x in told)
+
+
+def test_tasks_of_slurm_that_see_one_gpu_share_it_and_an_older_nccl_is_refused(start):
+    more = {"TEST_GPUS": "1", "SLURM_GPUS_ON_NODE": "1", "CUDA_VISIBLE_DEVICES": "0"}
+    envs = [in_step(rank, 2, 310) | more | {"TEST_NCCL": "2.30.1"} for rank in range(2)]
+    assert [x[:3] for x in start(join_on_shared_gpus, envs)] == [
+        ("cuda:0", 0.4, ["1", "2", "0"])
+    ] * 2
+    envs = [in_step(rank, 2, 311) | more | {"TEST_NCCL": "2.28.9"} for rank in range(2)]
+    told = start(join_on_shared_gpus, envs)
+    assert len({answer.error for answer in told}) == 1
+    assert told[0].error.startswith("LaunchError") and "2.28.9" in told[0].error
 
 
 def variables_when_cuda_is_touched() -> list[str | None]:

@@ -56,10 +56,27 @@ def test_table(local_rank, visible, num_visible, ranks, index):
 
 
 def test_too_few_gpus_are_said_in_one_line_with_numbers():
-    note = "4 local ranks, 1 GPU: running on CPU with gloo"
-    assert choose_device(2, "0", 1, local_world_size=4) == DeviceChoice(None, note)
-    note = "3 local ranks, 2 GPUs: running on CPU with gloo"
-    assert choose_device(0, None, 2, local_world_size=3) == DeviceChoice(None, note)
+    few = choose_device(2, "0", 1, local_world_size=4)
+    assert few.index is None and few.note.startswith("4 local ranks, 1 GPU: running on CPU with")
+    more = choose_device(0, None, 2, local_world_size=3)
+    assert more.note.startswith("3 local ranks, 2 GPUs: ") and "launch.share_gpus" in more.note
+    assert "\n" not in more.note
+
+
+def test_ranks_may_share_gpus():
+    def shared(num_visible: int, num_ranks: int, **more: bool) -> list[DeviceChoice]:
+        return [
+            choose_device(
+                rank, None, num_visible, local_world_size=num_ranks, share_gpus=True, **more
+            )
+            for rank in range(num_ranks)
+        ]
+
+    assert shared(2, 4) == [DeviceChoice(gpu, "", 2) for gpu in (0, 0, 1, 1)]
+    assert shared(1, 3) == [DeviceChoice(0, "", 3)] * 3
+    assert shared(4, 4) == [DeviceChoice(gpu, "") for gpu in range(4)], "none is shared"
+    assert [x.index for x in shared(0, 2)] == [None, None]
+    assert [(x.index, x.sharing) for x in shared(1, 2, exclusive=True)] == [(0, 1)] * 2
 
 
 def test_own_device_for_each_task_is_device_0_with_one_warning():

@@ -32,6 +32,7 @@ ALLOWED = {
         *node(0, 2, "cpu", 0, hides_gpus=True, num_given=8),
         *node(1, 2, "cpu", 0, hides_gpus=True, num_given=8),
     ],
+    "all nodes share": [*node(0, 4, "cuda", 2, sharing=2), *node(1, 4, "cuda", 2, sharing=2)],
     "gloo on GPUs": node(0, 2, "cuda", 2, backend="gloo", asked="gloo"),
 }
 
@@ -57,7 +58,7 @@ REFUSED = {
     ),
     "one node short": (
         [*node(0, 8, "cuda", 8), *node(1, 8, "cpu", 7), *node(2, 8, "cuda", 8)],
-        ["n1 shows 7 GPUs to 8 ranks (ranks 8 to 15)", "the other 16 ranks"],
+        ["n1 shows 7 GPUs to 8 ranks (ranks 8 to 15)", "the other 16 ranks", "launch.share_gpus"],
     ),
     "all nodes short": (
         [*node(0, 2, "cpu", 1), *node(1, 2, "cpu", 1)],
@@ -66,6 +67,10 @@ REFUSED = {
     "given by Slurm": (
         node(0, 4, "cpu", 1, num_given=1),
         ["n0 shows 1 GPU of the 1 that Slurm gave to 4 ranks (ranks 0 to 3)"],
+    ),
+    "one node shares": (
+        [*node(0, 4, "cuda", 4), *node(1, 4, "cuda", 2, sharing=2)],
+        ["n0 shows 4 GPUs to 4 ranks", "n1 shows 2 GPUs to 4 ranks", "launch.share_gpus"],
     ),
     "nccl asked for, and GPUs are short": (
         [*node(0, 2, "cpu", 1, asked="nccl"), *node(1, 2, "cpu", 1, asked="nccl")],

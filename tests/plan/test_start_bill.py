@@ -8,8 +8,10 @@ import pytest
 
 from torchdistpackage.config.load import loads
 from torchdistpackage.environment.rendezvous import Rendezvous
+from torchdistpackage.plan.memory_fit import memory_limit
 from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.plan.start_bill import start_bill
+from torchdistpackage.plan.step_time import unpredicted
 
 
 def bill(world_size: int):
@@ -31,6 +33,19 @@ def test_a_limit_below_the_bill_is_a_warning(monkeypatch, hard, is_said):
     (*warnings,) = bill(1024).warnings()
     assert bool(warnings) == is_said
     assert all("needs 2,110 open files, and this machine allows 2,109" in x for x in warnings)
+
+
+def test_ranks_that_share_a_gpu_are_planned_with_their_part_of_it():
+    job = "launch: {slurm: {ntasks-per-node: 8, gpus-per-node: 'h100:2'}}\nparallel: {data: 8}"
+
+    def plan(*changes: str):
+        return make_plan(loads(job, overrides=["data.global_batch=32", *changes]), 8)
+
+    alone, shared = plan(), plan("launch.share_gpus=true")
+    assert (alone.ranks_per_gpu, shared.ranks_per_gpu) == (1, 4)
+    assert memory_limit(shared) == pytest.approx(0.2 * memory_limit(alone))
+    assert unpredicted(alone) is None and "4 ranks" in unpredicted(shared)
+    assert plan("launch.share_gpus=true", "launch.slurm.gpus-per-node=8").ranks_per_gpu == 1
 
 
 def test_tdp_plan_says_so_under_a_real_limit():

@@ -38,6 +38,7 @@ from torchdistpackage.comm.creation import (
 )
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.group_options import GroupOptions, nccl_options
+from torchdistpackage.comm.nccl_library import loaded_nccl
 from torchdistpackage.comm.rendezvous_store import await_all, connect, find, serve
 from torchdistpackage.comm.stored_objects import part
 from torchdistpackage.environment.affinity import cores_of_rank
@@ -51,6 +52,17 @@ from torchdistpackage.environment.device import (
     disagreement,
     exclusive_device,
     names_no_device,
+)
+from torchdistpackage.environment.gpu_sharing import (
+    gpu_of,
+    limits_memory,
+    memory_fraction,
+    mps_runs,
+    mps_variables,
+    ranks_per_gpu,
+    sharing_note,
+    sharing_variables,
+    too_old,
 )
 from torchdistpackage.environment.network import (
     configure_network,
@@ -74,7 +86,8 @@ log = logging.getLogger(__name__)
 class JoinResult:
     """The result of `join`.
 
-    backend: gloo or nccl. notes: lines worth printing once.
+    backend: gloo or nccl. notes: lines worth printing once. sharing: the one of them that says that
+    ranks share GPUs, or "".
     """
 
     rendezvous: Rendezvous
@@ -82,6 +95,7 @@ class JoinResult:
     backend: str
     port: int | None
     notes: tuple[str, ...]
+    sharing: str = ""
 
 
 def setup_distributed(
@@ -91,6 +105,7 @@ def setup_distributed(
     init_timeout_s: float = 60.0,
     timeout_s: float | None = None,
     same_versions: bool = True,
+    share_gpus: bool = False,
 ) -> tuple[int, int, int | None, str]:
     """Join the other ranks of this job, however they were started.
 
@@ -100,6 +115,8 @@ def setup_distributed(
     init_timeout_s: for the ranks to meet, and for the default group to be made.
     timeout_s: for each later operation of the default group; None: what torch gives a new group.
     same_versions: refuse ranks whose versions of this package, torch, NCCL or Python differ.
+    share_gpus: where a node has fewer GPUs than ranks, several ranks use one GPU over NCCL, which
+        must be 2.30 or later. For development and tests: times mean nothing.
     Returns (rank, world_size, port, address); port is None where no TCP store was needed.
     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and, where a TCP store serves, MASTER_PORT are set
     where they were not, unless this process is alone: it would then look like one of several.
@@ -116,6 +133,7 @@ def setup_distributed(
         init_timeout_s=init_timeout_s,
         timeout_s=timeout_s,
         same_versions=same_versions,
+        share_gpus=share_gpus,
     )
     defaults = {
         "RANK": rendezvous.rank,
@@ -124,8 +142,9 @@ def setup_distributed(
         "MASTER_ADDR": rendezvous.address,
         **({} if joined.port is None else {"MASTER_PORT": joined.port}),
     }
-    if rendezvous.note and rendezvous.rank == 0:
-        log.warning("%s", rendezvous.note)  # who takes no notice of logs finds it on stderr
+    for note in (rendezvous.note, joined.sharing):
+        if note and rendezvous.rank == 0:
+            log.warning("%s", note)  # who takes no notice of logs finds it on stderr
     if backend == "nccl" and joined.backend != "nccl" and rendezvous.rank == 0:
         log.warning("backend nccl was requested, but there is no GPU for each rank: using gloo")
     if rendezvous.source != "alone":
@@ -152,6 +171,7 @@ def join(
     init_timeout_s: float = 60.0,
     timeout_s: float | None = None,
     same_versions: bool = True,
+    share_gpus: bool = False,
     dump_folder: Path | None = None,
     options: GroupOptions = DEFAULTS,
 ) -> JoinResult:
@@ -170,13 +190,19 @@ def join(
         # Forked from a process that had loaded torch with one thread. Elsewhere torch has read the
         # variable itself, and what the user set since then must stand.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    if torch.cuda.device_count():
+    if num_gpus := torch.cuda.device_count():
         is_hip = torch.version.hip is not None
         os.environ.update(device_variables(os.environ, dump_folder, is_hip=is_hip))
+        if share_gpus and not exclusive_device(os.environ):
+            sharing = ranks_per_gpu(rendezvous.local_world_size, num_gpus)
+            has_mps = mps_runs(os.environ)
+            os.environ.update(mps_variables(os.environ, sharing, has_mps=has_mps))
     few = _prepare_for_many(rendezvous)
     store, at, network = _meet(rendezvous, port, init_timeout_s)
     versions = _versions() if same_versions else ""
-    device, chosen, notes = _agree_on_device(store, rendezvous, backend, init_timeout_s, versions)
+    device, chosen, notes, sharing = _agree_on_device(
+        store, rendezvous, backend, init_timeout_s, versions, share_gpus=share_gpus
+    )
     connect_s = max(init_timeout_s, CONNECT_S)
     with joins_within(store, rendezvous.rank, rendezvous.world_size, init_timeout_s):
         dist.init_process_group(
@@ -191,8 +217,8 @@ def join(
         )
         mark_made(world(), store, "default")
     set_timeout(world(), timeout_s or default_timeout_s(chosen))
-    notes += tuple(note for note in (network, few) if note)
-    return JoinResult(rendezvous, device, chosen, at, notes)
+    notes += tuple(note for note in (network, few, sharing) if note)
+    return JoinResult(rendezvous, device, chosen, at, notes, sharing)
 
 
 _DESCRIPTORS = 1 << 16
@@ -335,8 +361,11 @@ def _agree_on_device(
     requested: str | None,
     timeout_s: float,
     versions: str = "",
-) -> tuple[torch.device, str, tuple[str, ...]]:
-    """Return this rank's device, the backend for it, and notes; all ranks must have met.
+    *,
+    share_gpus: bool = False,
+) -> tuple[torch.device, str, tuple[str, ...], str]:
+    """Return this rank's device, the backend for it, notes, and that of shared GPUs; all ranks must
+    have met.
 
     requested: the backend; None or nccl: nccl on a GPU, else gloo. versions: `RankDevice.versions`.
 
@@ -352,6 +381,7 @@ def _agree_on_device(
             num_visible,
             local_world_size=rendezvous.local_world_size,
             exclusive=exclusive_device(os.environ) or _each_has_its_own(store, rendezvous),
+            share_gpus=share_gpus,
         )
     except LaunchError as error:
         problem = str(error)
@@ -364,6 +394,8 @@ def _agree_on_device(
     by_device = "nccl" if device.type == "cuda" else "gloo"
     # programs that name nccl, as each earlier library did by default, run on a CPU too
     backend = by_device if requested in (None, "nccl") else requested
+    if choice.sharing > 1 and backend == "nccl":
+        problem = problem or too_old(loaded_nccl(), choice.sharing)
     slurm_gpus = os.environ.get("SLURM_GPUS_ON_NODE", "")
     by_slurm = rendezvous.source in ("slurm", "torchrun") and slurm_gpus.isdecimal()
     own_device = RankDevice(
@@ -379,6 +411,7 @@ def _agree_on_device(
         num_given=int(slurm_gpus) if by_slurm else 0,
         problem=problem,
         versions=versions,
+        sharing=choice.sharing,
     )
     device_store = dist.PrefixStore("devices", store)
     device_store.set(str(rendezvous.rank), own_device.to_json())
@@ -388,12 +421,32 @@ def _agree_on_device(
         return disagreement([RankDevice.from_json(text) for text in texts])
 
     await_all(device_store, rendezvous, timeout_s=timeout_s, since=time.monotonic(), judge=judge)
-    bound = ""
+    bound = sharing = ""
     if device.type == "cuda":
         # before any collective: NCCL binds a communicator to the current device
         torch.cuda.set_device(device)
         bound = _bind(rendezvous) if rendezvous.source == "local" else ""
-    return device, backend, tuple(x for x in (rendezvous.note, choice.note, bound) if x)
+        sharing = _share(device, choice.sharing, backend)
+    return device, backend, tuple(x for x in (rendezvous.note, choice.note, bound) if x), sharing
+
+
+def _share(device: torch.device, num_ranks: int, backend: str) -> str:
+    """Prepare NCCL and the allocator of a process whose GPU has several ranks; return a line on it.
+
+    Before the first communicator, as NCCL reads a variable once.
+    """
+    if num_ranks <= 1:
+        return ""
+    os.environ.update(sharing_variables(os.environ, num_ranks))
+    if not limits_memory(os.environ):
+        torch.cuda.set_per_process_memory_fraction(memory_fraction(num_ranks), device)
+    library = f"NCCL {_dotted(loaded_nccl())}" if backend == "nccl" else backend
+    return sharing_note(num_ranks, library, has_mps=mps_runs(os.environ))
+
+
+def _dotted(version: tuple[int, ...] | None) -> str:
+    """Return a version as text; "" for None."""
+    return ".".join(map(str, version or ()))
 
 
 def _bind(rendezvous: Rendezvous) -> str:
@@ -402,9 +455,10 @@ def _bind(rendezvous: Rendezvous) -> str:
     Pinned memory then lies near the GPU too, as threads and pages of a process follow its cores.
     """
     every, number = frozenset(range(os.cpu_count() or 1)), rendezvous.local_world_size
-    if torch.cuda.device_count() < number or os.sched_getaffinity(0) != every:
+    if os.sched_getaffinity(0) != every:
         return ""
-    addresses = [_pci_address(index) for index in range(number)]
+    num_gpus = torch.cuda.device_count()  # fewer than ranks where these share them
+    addresses = [_pci_address(gpu_of(rank, number, num_gpus)) for rank in range(number)]
     cores = cores_of_rank(addresses, rendezvous.local_rank, every)
     if not cores:
         return ""
@@ -435,7 +489,7 @@ def libraries() -> dict[str, str]:
     """Return versions and variables that decide which bits a run on devices gives."""
     versions = {"torch": torch.__version__}
     if torch.cuda.is_available() and dist.is_nccl_available():
-        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        versions["NCCL"] = _dotted(loaded_nccl())
         versions["driver"] = _driver()
     return versions | algorithm_variables(os.environ)
 
@@ -455,7 +509,7 @@ def _versions() -> str:
     package = getattr(sys.modules[__name__.partition(".")[0]], "__version__", "unknown")
     names = [f"torchdistpackage {package}", f"torch {torch.__version__}"]
     if torch.cuda.is_available() and dist.is_nccl_available():
-        names.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+        names.append(f"NCCL {_dotted(loaded_nccl())}")
     return ", ".join([*names, f"Python {platform.python_version()}"])
 
 

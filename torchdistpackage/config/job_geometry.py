@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm import Found, header, node_counts
+from torchdistpackage.environment import gpu_sharing
 
 LAYOUT = ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task")
 """Options that a JobGeometry replaces."""
@@ -60,6 +61,18 @@ def job_geometry(config: RunConfig) -> tuple[JobGeometry | None, tuple[Found, ..
         return None, tuple(problems)
     cpus = int(options.get("cpus-per-task", "1"))
     return JobGeometry(nodes, nodes_text, tasks, cpus, gpus), ()
+
+
+def ranks_per_gpu(config: RunConfig) -> int:
+    """Return the most ranks that share a GPU of the job (launch.share_gpus); 1 if each has its own,
+    or nothing says how many GPUs there are.
+    """
+    shape = job_geometry(config)[0] if config.launch.share_gpus else None
+    if shape is None:
+        return 1
+    options = {k: v for k, v in header(config.launch.slurm).items() if v is not None}
+    num_gpus = _known_gpus(options, shape.nodes[0])
+    return gpu_sharing.ranks_per_gpu(shape.tasks_per_node, num_gpus) if num_gpus else 1
 
 
 def _tasks(

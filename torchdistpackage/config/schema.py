@@ -527,6 +527,12 @@ class LaunchSection(Section):
         description="Refuse to start if the ranks' versions of this package, torch, NCCL or "
         "Python differ. Set it to false to allow that.",
     )
+    share_gpus: bool = Field(
+        default=False,
+        description="Where a node has fewer GPUs than ranks, run several ranks on one GPU over "
+        "NCCL, which must be 2.30 or later; otherwise such a run uses the CPU. For development "
+        "and tests: times mean nothing (docs/gpu.md).",
+    )
 
 
 class LogSection(Section):

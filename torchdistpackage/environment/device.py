@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Self
 
+from torchdistpackage.environment.gpu_sharing import ALLOW, gpu_of, ranks_per_gpu
 from torchdistpackage.environment.slurm_env import expand_counts
 from torchdistpackage.errors import LaunchError
 
@@ -38,10 +39,14 @@ _DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """The index among the visible GPUs, None for the CPU, and one line worth printing, or ""."""
+    """The index among the visible GPUs, None for the CPU, and one line worth printing, or "".
+
+    sharing: the most ranks of this node that one of its GPUs has.
+    """
 
     index: int | None
     note: str
+    sharing: int = 1
 
 
 def choose_device(
@@ -51,8 +56,10 @@ def choose_device(
     *,
     local_world_size: int = 1,
     exclusive: bool = False,
+    share_gpus: bool = False,
 ) -> DeviceChoice:
-    """Return the GPU of `local_rank`, or the CPU if there are fewer GPUs than ranks.
+    """Return the GPU of `local_rank`; with fewer GPUs than ranks the CPU, or with `share_gpus` a
+    GPU that neighbours have too.
 
     visible: CUDA_VISIBLE_DEVICES as the process found it (None: unset): numbers, UUIDs or
         MIG names. num_visible: how many devices the driver reports under it.
@@ -88,8 +95,12 @@ def choose_device(
     num_ranks = max(local_world_size, local_rank + 1)
     if num_ranks <= num_visible:
         return DeviceChoice(local_rank, "")
+    if share_gpus:
+        index = gpu_of(local_rank, num_ranks, num_visible)
+        return DeviceChoice(index, "", ranks_per_gpu(num_ranks, num_visible))
     gpus = f"{num_visible} GPU{'s' if num_visible > 1 else ''}"
-    return DeviceChoice(None, f"{num_ranks} local ranks, {gpus}: running on CPU with gloo")
+    note = f"{num_ranks} local ranks, {gpus}: running on CPU with gloo; for tests {ALLOW}"
+    return DeviceChoice(None, f"{note} runs them on {gpus} over NCCL")
 
 
 def exclusive_device(env: Mapping[str, str]) -> bool:
@@ -179,7 +190,8 @@ class RankDevice:
     device: "cuda" or "cpu". asked: the backend its caller asked for, or "". num_visible: GPUs the
     driver shows it; hides_gpus: CUDA_VISIBLE_DEVICES is set and names none. num_given: GPUs of
     this node that Slurm gave the step. problem: why it could choose none, or "". versions: of what
-    must be the same on all ranks, in words; "" if they may differ.
+    must be the same on all ranks, in words; "" if they may differ. sharing: the most ranks of this
+    node that one of its GPUs has.
     """
 
     rank: int
@@ -194,6 +206,7 @@ class RankDevice:
     num_given: int
     problem: str = ""
     versions: str = ""
+    sharing: int = 1
 
     def to_json(self) -> str:
         """Return the facts as JSON."""
@@ -221,14 +234,19 @@ def disagreement(ranks: Sequence[RankDevice]) -> str:
     if on_cpu and len(on_cpu) < len(ranks):
         return (
             f"some ranks have a GPU and some have none: {_shortage(on_cpu)}; the other "
-            f"{len(ranks) - len(on_cpu)} ranks have one each; {_ADVICE}"
+            f"{len(ranks) - len(on_cpu)} ranks have one each; {_advice(on_cpu)}"
         )
     backends = {r.backend: [s.rank for s in ranks if s.backend == r.backend] for r in ranks}
     if len(backends) > 1:
         shown = ", ".join(f"{name} on {_listed(those)}" for name, those in backends.items())
         return f"the ranks use different backends: {shown}; give setup_distributed the same on all"
     if on_cpu and (short := [r for r in ranks if _is_short(r, len(ranks))]):
-        return f"too few GPUs: {_shortage(short)}; {_ADVICE}"
+        return f"too few GPUs: {_shortage(short)}; {_advice(short)}"
+    if len({r.sharing for r in ranks}) > 1:
+        return (
+            f"the nodes have different numbers of ranks on a GPU: {_shortage(ranks)}; with "
+            f"{ALLOW} give all nodes the same number of GPUs, and of ranks"
+        )
     return ""
 
 
@@ -244,6 +262,12 @@ def _versions(by_versions: Mapping[str, Sequence[RankDevice]]) -> str:
         f"{_some(shown, ' versions')}; give all hosts one environment, or allow it with "
         f"launch.same_versions: false (same_versions=False of setup_distributed)"
     )
+
+
+def _advice(short: Sequence[RankDevice]) -> str:
+    """Return what to change; where each of these ranks sees a GPU they may also share them."""
+    share = f", or, for tests, let ranks share GPUs with {ALLOW}"
+    return _ADVICE + share * all(r.num_visible > 0 for r in short)
 
 
 def _is_short(r: RankDevice, world_size: int) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
 
+from torchdistpackage.environment.gpu_sharing import memory_fraction
 from torchdistpackage.models.gpt_layout import GPTShape
 from torchdistpackage.models.transformers_layout import TransformersShape
 from torchdistpackage.plan.peak import PeakMemory, flat_memory, peak_memory
@@ -72,13 +73,15 @@ def largest_peak(
 
 
 def memory_limit(plan: Plan, device: str | None = None) -> float | None:
-    """Return the bytes that a rank may use: train.memory_gb, else all of its device; None where
-    neither is known. device: as `device_of` takes it.
+    """Return the bytes that a rank may use: train.memory_gb, else all of its device, or its part of
+    one that several ranks share; None where neither is known. device: as `device_of` takes it.
     """
     if (limit_gb := plan.config.train.memory_gb) is not None:
         return limit_gb * 1e9
     found = device_of(plan.config, device)
-    return None if found is None or found.is_host else found.memory_bytes
+    if found is None or found.is_host:
+        return None
+    return found.memory_bytes * memory_fraction(plan.ranks_per_gpu)
 
 
 def fit_text(plan: Plan, found: RankPeak, limit: float) -> str:

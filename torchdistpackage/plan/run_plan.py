@@ -10,7 +10,7 @@ from functools import cached_property
 
 from torchdistpackage.config.check import violations
 from torchdistpackage.config.errors import ConfigErrors
-from torchdistpackage.config.job_geometry import GPUS, job_geometry
+from torchdistpackage.config.job_geometry import GPUS, job_geometry, ranks_per_gpu
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm import header
 from torchdistpackage.ddp.bucket_plan import MIB, bucket_sizes
@@ -142,6 +142,11 @@ class Plan:
         return any(name in options for name in GPUS if name != "gres") or "gpu" in (
             options.get("gres") or ""
         )
+
+    @property
+    def ranks_per_gpu(self) -> int:
+        """The most ranks on one GPU of the job; elsewhere the ranks find out when they start."""
+        return ranks_per_gpu(self.config)
 
     @property
     def rounds(self) -> int:

@@ -71,7 +71,10 @@ def start_table(plan: Plan) -> list[str]:
     if plan.world_size == 1:
         return []
     bill = start_bill(plan)
+    sharing = plan.ranks_per_gpu
+    shared = [("ranks that share a GPU", f"{sharing}")] if sharing > 1 else []
     rows = [
+        *shared,
         ("communicators of a rank", f"{bill.communicators}"),
         ("ranks it exchanges messages with", f"{bill.peers}"),
         ("GPU memory of both, estimated", size_text(bill.device_bytes)),

@@ -112,6 +112,8 @@ def unpredicted(plan: Plan) -> str | None:
             "not known of a model of your own before it is built; measure one with a run of "
             "train.steps: 20"
         )
+    if plan.ranks_per_gpu > 1:
+        return f"not predicted where {plan.ranks_per_gpu} ranks share a GPU (launch.share_gpus)"
     if plan.config.precision.dtype == "float64":
         return "float64 is not predicted; set precision.dtype to bf16 or float32"
     if plan.config.data.is_preference:

@@ -66,6 +66,7 @@ def _joined_answer(
         rendezvous,
         init_timeout_s=config.launch.init_timeout_s,
         same_versions=config.launch.same_versions,
+        share_gpus=config.launch.share_gpus,
     )
     plan = make_plan(agreed_date(config), rendezvous.world_size)
     answer = perform(plan, rendezvous.rank, joined.device, weights, request, _write)

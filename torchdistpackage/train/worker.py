@@ -154,6 +154,7 @@ def _join(config: RunConfig, resume: str, signals: SignalFlag | None) -> RunRank
         rendezvous,
         init_timeout_s=config.launch.init_timeout_s,
         same_versions=config.launch.same_versions,
+        share_gpus=config.launch.share_gpus,
         dump_folder=RunDir(run_folder(config)).logs,
         options=world_options(plan),
     )
