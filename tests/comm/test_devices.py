@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import torchdistpackage
 from tests.comm.starting import by_hand, in_step, two_nodes
-from torchdistpackage.comm import runtime
+from torchdistpackage.comm import nccl_library, runtime
 from torchdistpackage.comm.runtime import find_free_port, join, leave
 from torchdistpackage.environment.failure import Failure
 from torchdistpackage.environment.rendezvous import detect
@@ -165,6 +165,21 @@ def test_tasks_of_slurm_that_see_one_gpu_share_it_and_an_older_nccl_is_refused(s
     told = start(join_on_shared_gpus, envs)
     assert len({answer.error for answer in told}) == 1
     assert told[0].error.startswith("LaunchError") and "2.28.9" in told[0].error
+
+
+def test_the_version_of_nccl_is_that_of_the_library_in_use(monkeypatch):
+    """And not of the header that torch was compiled with, where another library was preloaded."""
+
+    def get_version(code) -> int:
+        code._obj.value = 23007
+        return 0
+
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9, "x"))
+    assert nccl_library.loaded_nccl() == (2, 28, 9), "none is loaded apart from torch"
+    library = SimpleNamespace(ncclGetVersion=get_version)
+    monkeypatch.setattr(nccl_library.ctypes, "CDLL", lambda name, mode: library)
+    assert nccl_library.loaded_nccl() == (2, 30, 7)
 
 
 def variables_when_cuda_is_touched() -> list[str | None]:
