@@ -38,6 +38,7 @@ MAY_NAME_MODULES = {
     "cli/checkpoint.py": "what reads and writes tensors, with torch, once all has been checked",
     "cli/comm.py": "what runs in ranks, or as threads in their place, with torch",
     "cli/comm_bench.py": "what runs in ranks, with torch",
+    "cli/data.py": "what reads samples as a rank does, with torch",
     "cli/export.py": "what writes weights, with torch, once all has been checked",
     "cli/jobs.py": "yaml, which submitted runs need not",
     "cli/parity.py": "what runs in ranks, with torch",

@@ -10,9 +10,9 @@ from torchdistpackage.config.load import load
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.plan import resume_check
 from torchdistpackage.plan.resume_check import (
-    changed_keys,
     refuse_other_model,
     refuse_other_optimizer,
+    start_changes,
 )
 from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.train import job
@@ -167,13 +167,36 @@ def test_state_of_another_optimizer_is_refused_where_it_could_not_go_on(tmp_path
 
 def test_what_a_start_changes_is_said_as_far_as_numbers_follow_from_it(tmp_path):
     resolved = tmp_path / "resolved.yaml"
-    assert changed_keys(resolved, load(TINY)) == ""
+    assert start_changes(resolved, load(TINY)).keys == ()
     resolved.write_text(load(TINY).to_yaml())
     layout = ["parallel.pipe=4", "parallel.data=1", "train.accumulate=2", "log.every=3"]
-    said = "parallel.data=1 (was 2), parallel.pipe=4 (was 2)"
-    assert changed_keys(resolved, load(TINY, layout)) == said
+    changed = ("parallel.data=1 (was 2)", "parallel.pipe=4 (was 2)")
+    assert start_changes(resolved, load(TINY, layout)).keys == changed
     others = ["model.heads=2", "run.seed=3", "model.rope.theta=5", "train.steps=500"]
-    said = "run.seed=3 (was 1234), model.heads=2 (was 4), model.rope.theta=5.0 (was 10000.0), "
-    assert changed_keys(resolved, load(TINY, others)) == f"{said}train.steps=500 (was 400)"
+    changed = (
+        "run.seed=3 (was 1234)",
+        "model.heads=2 (was 4)",
+        "model.rope.theta=5.0 (was 10000.0)",
+    )
+    changed += ("train.steps=500 (was 400)",)
+    assert start_changes(resolved, load(TINY, others)).keys == changed
     resolved.write_text("model: {no_such: 1}")
-    assert changed_keys(resolved, load(TINY)) == ""
+    assert start_changes(resolved, load(TINY)).notes() == []
+
+
+def test_changed_weights_of_sources_are_said_as_shares(tmp_path):
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(load(TINY, _sources(3, 1)).to_yaml())
+    changes = start_changes(resolved, load(TINY, _sources(1, 1)))
+    assert changes.keys == () and changes.shares == {"a": (0.75, 0.5), "b": (0.25, 0.5)}
+    (note,) = changes.notes()
+    assert "a 75.0% -> 50.0% of the samples, b 25.0% -> 50.0%" in note
+    # the same shares draw the same samples
+    assert start_changes(resolved, load(TINY, _sources(6, 2))).notes() == []
+    (first, _) = start_changes(resolved, load(TINY, ["data.sources=[{path: a.txt}]"])).notes()
+    assert first.startswith("changed since the last start: data.sources=")
+
+
+def _sources(*weights: int) -> list[str]:
+    rows = (f"{{path: {'ab'[i]}.txt, weight: {w}}}" for i, w in enumerate(weights))
+    return [f"data.sources=[{', '.join(rows)}]"]

@@ -46,6 +46,20 @@ def test_a_run_is_read_with_its_starts_places_and_warnings(tmp_path: Path):
     assert ("model.dim", "64", "default") in held["config-a"].rows
 
 
+def test_changed_weights_of_sources_are_a_row_each(tmp_path: Path):
+    folder = write_run(tmp_path / "a")
+    path = folder / "events.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row, weights in zip((rows[0], rows[3]), ((3, 1), (1, 1)), strict=True):
+        sources = [{"path": f"{x}.txt", "weight": w} for x, w in zip("ab", weights, strict=True)]
+        row["keys"] = {"data.sources": [sources, "run.yaml:7"]}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (changed,) = (x.rows for x in tables([Run(folder)]) if x.key == "changed")
+    assert [row[1:] for row in changed if row[0] == "data.sources: weight of a"] == [
+        ["7.1", "75.0% of the samples", "50.0% of the samples", "run.yaml:7"]
+    ]
+
+
 def test_what_a_step_is_spent_on_adds_up_to_its_time(tmp_path: Path):
     data = Run(write_run(tmp_path / "a"))
     parts = {x["name"]: x["y"][0] for x in chart([data], "spent").traces}

@@ -1,4 +1,9 @@
-"""`tdp data`: prepare the data of a run before it starts."""
+"""`tdp data`: prepare the data of a run before it starts, and look at its samples."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Annotated
 
 import typer
 
@@ -13,13 +18,16 @@ from torchdistpackage.data.tokens.texts import text_parts, tokenized_part
 from torchdistpackage.data.tokens.token_bar import tokenizing
 from torchdistpackage.data.tokens.token_cache import TokenizedText, cut_documents
 from torchdistpackage.errors import ConfigError, DataError
+from torchdistpackage.lazy import resolve
+
+SHOW = "torchdistpackage.train.data_show:show_samples"
 
 data = typer.Typer(no_args_is_help=True)
 
 
 @data.callback()
 def main() -> None:
-    """Prepare the training data of a run."""
+    """Prepare the training data of a run, and look at its samples."""
 
 
 @data.command()
@@ -45,6 +53,35 @@ def tokenize(config: Config, overrides: Overrides = None) -> None:
             typer.echo(f"note: {note}")
         for note in row_notes(text.tally):
             typer.echo(note)
+
+
+@data.command()
+def show(
+    config: Config,
+    overrides: Overrides = None,
+    number: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Number of samples to print.")
+    ] = 4,
+    step: Annotated[int, typer.Option(metavar="N", min=1, help="Step that trains on them.")] = 1,
+) -> None:
+    """Print samples of a training step, with the trained tokens marked.
+
+    Trained tokens are green, and the others dim; without a terminal, or with NO_COLOR, trained
+    tokens are written as {+text+}. A table has the samples and trained tokens of the whole step by
+    source. It starts no ranks.
+    """
+    run = with_template_date(load(config, list(overrides or [])))
+    for part in text_parts(run).values():
+        _tokenize(run, part)
+    coloured = (
+        sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    )
+    show_samples: Callable[..., Iterator[str]] = resolve(SHOW)
+    try:
+        for line in show_samples(run, config, step, number, coloured=coloured):
+            typer.echo(line)
+    except DataError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _tokenize(run: RunConfig, part: DataSection) -> TokenizedText:

@@ -5,7 +5,8 @@ it follow the values of the keys, what reads the data, what is refused beside it
 docs/data.md (scripts/docs).
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Annotated, Literal, NamedTuple, Self
@@ -172,6 +173,38 @@ ITEMS: dict[str, type[Section]] = {"data.sources": SourceSection}
 """Keys that hold a list of sections -> the class of its members."""
 
 
+def source_labels(sources: Sequence[SourceSection]) -> list[str]:
+    """Return the label of each source; equal names of files get the number of their source."""
+    labels: list[str] = []
+    for index, source in enumerate(sources):
+        label = source.label or PurePath(source.path or "").stem
+        labels.append(f"{label}-{index}" if source.label is None and label in labels else label)
+    return labels
+
+
+def changed_shares(
+    before: Sequence[SourceSection], now: Sequence[SourceSection]
+) -> dict[str, tuple[float, float]]:
+    """Return by label the shares of the samples (before, now) of each source whose share changed.
+
+    A source that is missing on one side has share 0 there.
+    """
+    (old, new) = (
+        {
+            label: source.weight / (sum(x.weight for x in sources) or 1.0)
+            for label, source in zip(source_labels(sources), sources, strict=True)
+        }
+        for sources in (before, now)
+    )
+    shares = {label: (old.get(label, 0.0), new.get(label, 0.0)) for label in {**old, **new}}
+    return {label: x for label, x in shares.items() if not math.isclose(*x)}
+
+
+def share_text(share: float) -> str:
+    """Return the share of a source of the samples as text."""
+    return f"{share:.1%} of the samples"
+
+
 class WeightedSource(NamedTuple):
     """One source of a blend. section: the data section as if this source were the only one."""
 
@@ -298,10 +331,7 @@ class DataSection(NamedSection):
     def blend(self) -> tuple[WeightedSource, ...]:
         """Return the sources, each with its label."""
         blend: list[WeightedSource] = []
-        for index, source in enumerate(self.sources):
-            label = source.label or PurePath(source.path or "").stem
-            if source.label is None and label in (x.label for x in blend):
-                label = f"{label}-{index}"
+        for label, source in zip(source_labels(self.sources), self.sources, strict=True):
             section = self.reading(source.path or "", source.name, source.field)
             blend.append(WeightedSource(label, source.weight, section))
         return tuple(blend)

@@ -139,6 +139,13 @@ class BlendedDataset:
             (blended[0], blended[1]) if len(blended) == 2 else (blended[0], blended[1], blended[2])
         )
 
+    def sources(self, seed: int, step: int) -> list[str]:
+        """Return the label of the source of each sample of a training step."""
+        order = self._order(seed)
+        last = step * self._global_batch
+        numbers = range(last - self._global_batch, last)
+        return [self.parts[order.source(number)].label for number in numbers]
+
     def shares(self, seed: int, step: int) -> dict[str, float]:
         """Return the share of each source in the samples of a training step."""
         order = self._order(seed)

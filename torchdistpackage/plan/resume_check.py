@@ -6,10 +6,11 @@ model, and what they refuse is a failure of theirs.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchdistpackage.checkpoint.commit import candidates, damage, newest_complete, none_complete
 from torchdistpackage.checkpoint.manifest import read_manifest
+from torchdistpackage.config.data_section import changed_shares, share_text
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import CheckpointError, ConfigError
@@ -19,6 +20,7 @@ _DECIDES = ("run.seed", "model.", "data.", "optim.", "precision.", "train.steps"
 """Keys that numbers follow from; results do not depend on the others."""
 _LAYOUT = tuple(f"parallel.{axis}" for axis in ("data", "pipe", "context", "tensor", "expert"))
 _PLACES = ("data.cache",)
+_SOURCES = "data.sources"
 _SHOWN = 6
 
 
@@ -99,23 +101,54 @@ def refuse_other_optimizer(path: Path, config: RunConfig) -> None:
         )
 
 
-def changed_keys(resolved: Path, config: RunConfig) -> str:
-    """Return what `config` changes against the file of an earlier start, among the keys that
-    numbers follow from and the degrees of the layout.
+class StartChanges(NamedTuple):
+    """What a start changes against the file of an earlier start, among what numbers follow from.
 
-    An example is "model.heads=2 (was 4)". The text is "" if nothing changed, or if the earlier file
-    no longer loads.
+    keys: such as "model.heads=2 (was 4)". shares: by label the shares of the samples, before and
+    now, of sources whose share changed.
+    """
+
+    keys: tuple[str, ...] = ()
+    shares: Mapping[str, tuple[float, float]] = {}
+
+    def notes(self) -> list[str]:
+        """Return the notes for the log."""
+        notes: list[str] = []
+        if self.keys:
+            more = [f"{len(self.keys) - _SHOWN} more"] if len(self.keys) > _SHOWN else []
+            shown = ", ".join([*self.keys[:_SHOWN], *more])
+            notes.append(f"changed since the last start: {shown}")
+        if self.shares:
+            changes = ", ".join(
+                f"{label} {old:.1%} -> {share_text(new)}"
+                for label, (old, new) in self.shares.items()
+            )
+            notes.append(
+                f"weights of data.sources changed since the last start: {changes}; samples from "
+                f"here on are those of a run that had these weights from step 1"
+            )
+        return notes
+
+
+def start_changes(resolved: Path, config: RunConfig) -> StartChanges:
+    """Return what `config` changes against the file of an earlier start, among the keys that
+    numbers follow from and the degrees of the layout; nothing if the earlier file no longer loads.
     """
     try:
-        before = _flat(load(resolved).model_dump())
+        before_config = load(resolved)
     except (ConfigError, OSError):
-        return ""
+        return StartChanges()
+    before = _flat(before_config.model_dump())
     now = _flat(config.model_dump())
     decides = [key for key in now if key.startswith(_DECIDES) and not key.startswith(_PLACES)]
+    sources = before_config.data.sources, config.data.sources
+    shares = changed_shares(*sources) if all(sources) else {}
+    only_weights = [[x.model_copy(update={"weight": 1.0}) for x in each] for each in sources]
     keys = [*_LAYOUT, *decides]
+    if only_weights[0] == only_weights[1]:
+        keys.remove(_SOURCES)
     changes = [f"{k}={now[k]} (was {before.get(k)})" for k in keys if now[k] != before.get(k)]
-    more = [f"{len(changes) - _SHOWN} more"] if len(changes) > _SHOWN else []
-    return ", ".join([*changes[:_SHOWN], *more])
+    return StartChanges(tuple(changes), shares)
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

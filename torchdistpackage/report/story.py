@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchdistpackage.config.data_section import SourceSection, changed_shares, share_text
 from torchdistpackage.launch.run_rows import number
 from torchdistpackage.launch.slurm.runs import RunStart
 from torchdistpackage.report.charts import Chart
 from torchdistpackage.report.run import Run, busy_excess, when
 from torchdistpackage.text import size_text
 
+_SOURCES = "data.sources"
 COLOURS = {"finished": 2, "requeue": 0, "chain": 0, "again": 5, "running": 4, "failed": 3}
 """Word of an end -> place in the palette of the page; the others have 1."""
 _MOST_RANKS = 1024
@@ -153,11 +155,26 @@ def _changes(run: Run) -> list[list[str]]:
     for earlier, now in zip(run.starts, run.starts[1:], strict=False):
         if not earlier.keys or not now.keys:
             continue
+        shares = _changed_shares(earlier, now)
+        for label, (old, new) in shares.items():
+            place = _set(now, _SOURCES)[1]
+            key = f"{_SOURCES}: weight of {label}"
+            rows.append([key, now.attempt, share_text(old), share_text(new), place])
         for key in sorted({*earlier.keys, *now.keys}):
             was, became = _set(earlier, key), _set(now, key)
             if was[0] != became[0]:
                 rows.append([key, now.attempt, was[0], became[0], became[1]])
     return rows
+
+
+def _changed_shares(earlier: RunStart, now: RunStart) -> dict[str, tuple[float, float]]:
+    """Return the shares of sources that a start changed, or nothing if a record is not of them."""
+    values = [x.keys.get(_SOURCES) for x in (earlier, now)]
+    try:
+        before, after = ([SourceSection.model_validate(x) for x in value[0]] for value in values)
+    except (ValueError, TypeError, LookupError):  # ValidationError is a ValueError
+        return {}
+    return changed_shares(before, after)
 
 
 def _set(start: RunStart, key: str) -> tuple[str, str]:

@@ -31,7 +31,7 @@ from torchdistpackage.launch.run_events import END, flat, note_event, note_start
 from torchdistpackage.launch.run_folder import only_writer, prepare_folder, run_folder
 from torchdistpackage.launch.slurm.requeue import EXIT_TEMPFAIL, Decision, RequeueDecision
 from torchdistpackage.launch.slurm.run_dir import amend_start, append_start, attempt_id, this_start
-from torchdistpackage.plan.resume_check import changed_keys
+from torchdistpackage.plan.resume_check import StartChanges, start_changes
 from torchdistpackage.plan.run_plan import Plan, make_plan, too_long
 from torchdistpackage.plan.user_code import add_user_code
 from torchdistpackage.run_files import RunDir
@@ -71,10 +71,10 @@ def worker_main(config: RunConfig, resume: str, signals: SignalFlag | None = Non
     with only_returns():
         rank = _join(config, resume, signals)
         with only_writer(rank.folder) if rank.leads else nullcontext():
-            changed = _prepare(rank)
+            changes = _prepare(rank)
             _announce(rank)
             prepared = _build(rank)
-            stop = _note_start(rank, prepared.state, changed)
+            stop = _note_start(rank, prepared.state, changes)
             ended = _run(rank, prepared, stop)
             return _conclude(rank, ended, stop)
 
@@ -167,13 +167,13 @@ def _join(config: RunConfig, resume: str, signals: SignalFlag | None) -> RunRank
     return RunRank(plan, rendezvous, joined, resume, signals)
 
 
-def _prepare(rank: RunRank) -> str:
-    """Make the run folder and begin the rank's log; which keys changed since the last start."""
-    config, folder, changed = rank.config, rank.folder, ""
+def _prepare(rank: RunRank) -> StartChanges:
+    """Make the run folder and begin the rank's log; return what changed since the last start."""
+    config, folder, changes = rank.config, rank.folder, StartChanges()
     if rank.is_main:
         if rank.leads:
             prepare_folder(config, rank.resume)
-        changed = changed_keys(rank.files.resolved, config)
+        changes = start_changes(rank.files.resolved, config)
         atomic_write(rank.files.resolved, config.to_yaml())
         remove_traces(folder)
     primitives.barrier()
@@ -182,7 +182,7 @@ def _prepare(rank: RunRank) -> str:
         # of the others a parent keeps the output; not before rank 0 has made room
         log = rank.files.rank_log(rank.rendezvous.rank, int(os.environ.get("TDP_RESTART", "0")))
         sys.stdout, sys.stderr = (cast(TextIO, Tee(x, log)) for x in (sys.stdout, sys.stderr))
-    return changed
+    return changes
 
 
 def _announce(rank: RunRank) -> None:
@@ -222,15 +222,14 @@ def _build(rank: RunRank) -> PreparedRun:
     return PreparedRun(trainer, state, local)
 
 
-def _note_start(rank: RunRank, state: TrainState, changed: str) -> StopController:
+def _note_start(rank: RunRank, state: TrainState, changes: StartChanges) -> StopController:
     """Note in the run folder that it goes on now; from here on this rank can be asked to stop."""
     config, folder = rank.config, rank.folder
     if rank.is_main:
         now = data_fingerprints(config)
         rank.say(*(f"note: {x}" for x in edited_data(config, state.step, state.data, now)))
         state.data = now
-        if state.step and changed:
-            rank.say(f"note: changed since the last start: {changed}")
+        rank.say(*(f"note: {x}" for x in changes.notes() if state.step))
         if rank.leads and attempt_id(os.environ) != "local":
             append_start(rank.files, this_start(rank.files, os.environ, state.step))
         amend_start(rank.files, os.environ, state.step)

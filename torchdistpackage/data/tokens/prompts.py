@@ -28,8 +28,8 @@ class TokenCodec(Protocol):
         """Return the id of the one token that is this text, or None."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, without special tokens and ids that have no text."""
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of ids, without ids that have no text. special: with special tokens."""
         ...
 
 
@@ -45,7 +45,7 @@ class ByteCodec:
         encoded = text.encode()
         return encoded[0] if len(encoded) == 1 else None
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         return bytes(i for i in ids if i < _BYTES).decode(errors="replace")
 
 
@@ -65,8 +65,8 @@ class TokenizerCodec:
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return self._ends.around(ids) if ids else []
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
 
     def special(self, text: str) -> int | None:
         """Return the id of the special token that `text` begins with, or None."""
