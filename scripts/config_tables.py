@@ -15,8 +15,7 @@ import yaml
 from torchdistpackage.checkpoint.formats import table as checkpoint_formats
 from torchdistpackage.comm import collective_table
 from torchdistpackage.config import data_section, optimizers, preference_losses
-from torchdistpackage.config.data_section import ITEMS
-from torchdistpackage.config.schema import RunConfig, Section
+from torchdistpackage.config.schema import ITEMS, RunConfig, Section
 from torchdistpackage.config.types import expected_of
 from torchdistpackage.layout import balances, exchanges
 from torchdistpackage.plan import logged_values

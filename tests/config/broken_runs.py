@@ -321,6 +321,11 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "data.eval.web data.tokenizer tokenizer.json data.val_path data.tokenizer",
     ),
     (
+        {"optim__groups": [{"params": ["*embed*"], "lr": 0.1}, {"params": ["a", "b"]}]},
+        "optim.groups",
+        "optim.groups[1] a, b neither lr nor weight_decay",
+    ),
+    (
         {"train__early_stop": {"metric": "wbe"}, "data__eval": {"web": "web.txt"}},
         "train.early_stop.metric",
         "early_stop.metric=wbe val_loss, web eval_NAME",

@@ -169,8 +169,6 @@ Sources = Annotated[
     k.Listed,
     Expected(f"a list of mappings with {', '.join(SourceSection.model_fields)}"),
 ]
-ITEMS: dict[str, type[Section]] = {"data.sources": SourceSection}
-"""Keys that hold a list of sections -> the class of its members."""
 
 
 def source_labels(sources: Sequence[SourceSection]) -> list[str]:

@@ -15,7 +15,6 @@ from pydantic.fields import FieldInfo
 from torchdistpackage.bounded import read_regular
 from torchdistpackage.bounded_yaml import MAX_DEPTH
 from torchdistpackage.config.check import failed_rules
-from torchdistpackage.config.data_section import ITEMS
 from torchdistpackage.config.errors import (
     MAX_PROBLEMS,
     ConfigErrors,
@@ -32,7 +31,7 @@ from torchdistpackage.config.hugging_face import (
     read_config,
 )
 from torchdistpackage.config.model_section import NO_LAYERS
-from torchdistpackage.config.schema import RunConfig, Section
+from torchdistpackage.config.schema import ITEMS, RunConfig, Section
 from torchdistpackage.config.types import expected_of
 from torchdistpackage.config.written_text import restore
 from torchdistpackage.config.yaml_loader import MAX_BYTES, MAX_KEY, Keys, YamlDocument, dotted, read

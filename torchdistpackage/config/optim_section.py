@@ -1,6 +1,10 @@
 """The optim section of the YAML file: the optimizer, and the learning rate over the run."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Annotated
 
 from pydantic import Field
 
@@ -30,6 +34,37 @@ SCHEDULE_ARGS: Mapping[str, tuple[str, ...]] = {
 """Arguments that optim.schedule_args may hold, by optim.schedule; their names in transformers."""
 SCHEDULE_SHAPES = ("linear", "cosine", "1-sqrt")
 """Values of warmup_type and decay_type of warmup_stable_decay."""
+
+
+class ParamGroupSection(Section):
+    """Parameters with a learning rate or weight decay of their own."""
+
+    params: k.Patterns = Field(
+        default=(),
+        description="Patterns of names of parameters, as those of files: `*` stands for any "
+        "letters. tdp checkpoint show prints the names.",
+    )
+    lr: k.PositiveOrNull = Field(
+        default=None,
+        description="Highest learning rate of these parameters; optim.schedule changes it in the "
+        "same proportion. null: optim.lr.",
+    )
+    weight_decay: k.NotNegativeOrNull = Field(
+        default=None,
+        description="Weight decay of those among these parameters that decay at all; null: "
+        "optim.weight_decay.",
+    )
+
+    def matches(self, name: str) -> bool:
+        """Return whether this global name of a parameter has one of the patterns."""
+        return any(fnmatchcase(name, pattern) for pattern in self.params)
+
+
+ParamGroups = Annotated[
+    tuple[ParamGroupSection, ...],
+    k.Listed,
+    k.Expected(f"a list of mappings with {', '.join(ParamGroupSection.model_fields)}"),
+]
 
 
 class OptimSection(Section):
@@ -68,6 +103,11 @@ class OptimSection(Section):
         description="Small number that AdamW adds to the denominator of an update, against "
         "division by zero.",
     )
+    groups: ParamGroups = Field(
+        default=(),
+        description="List of parameters with a learning rate or weight decay of their own, each a "
+        "mapping with params, lr and weight_decay. The first that matches a parameter decides.",
+    )
     clip: k.NotNegative = Field(
         default=1.0,
         description="Largest norm of the gradient over all parameters. A larger gradient is "
@@ -96,6 +136,35 @@ class OptimSection(Section):
     def spec(self) -> OptimizerSpec:
         """Return the row of the optimizer: that of `name`, or of every optimizer of a user."""
         return OPTIMIZERS[self.name] if self.target is None else OWN
+
+    def group_of(self, name: str) -> int | None:
+        """Return the index of the group of a parameter of this global name; None: it has none."""
+        return next((i for i, group in enumerate(self.groups) if group.matches(name)), None)
+
+    def unmatched_groups(self, names: Collection[str]) -> dict[str, str]:
+        """Return by key what is wrong with groups that have none of the parameters that train.
+
+        names: global names of these.
+        """
+        counts = Counter(self.group_of(name) for name in names)
+        problems: dict[str, str] = {}
+        for index, group in enumerate(self.groups):
+            if counts[index]:
+                continue
+            patterns = ", ".join(group.params)
+            if taken := [name for name in names if group.matches(name)]:
+                why = (
+                    f"each of its {len(taken)} parameters, such as {taken[0]}, is in an earlier "
+                    f"group; put it first"
+                )
+            else:
+                near = get_close_matches(patterns.strip("*"), names, 3, 0.0)
+                why = f"their names are such as {', '.join(near)}; correct the pattern"
+            problems[f"optim.groups[{index}]"] = (
+                f"optim.groups[{index}] (params {patterns}) matches none of the {len(names)} "
+                f"parameters that train: {why}"
+            )
+        return problems
 
     def warmup(self, num_steps: int) -> int:
         """Return the number of warm-up steps in a run of `num_steps`."""

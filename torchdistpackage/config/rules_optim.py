@@ -61,6 +61,22 @@ def _optimizer_is_named_once(c: RunConfig, world_size: int | None) -> str | None
     return None
 
 
+@rule("optim.groups")
+def _groups_change_something(c: RunConfig, world_size: int | None) -> str | None:
+    for index, group in enumerate(c.optim.groups):
+        if not group.params:
+            return (
+                f"optim.groups[{index}] has no params; give it patterns of names, such as "
+                f"['*embed*']"
+            )
+        if group.lr is None and group.weight_decay is None:
+            return (
+                f"optim.groups[{index}] (params {', '.join(group.params)}) has neither lr nor "
+                f"weight_decay; set one, or remove the group"
+            )
+    return None
+
+
 @rule("optim.name", "optim.target", "parallel.tensor", "parallel.expert")
 def _some_see_whole_parameters(c: RunConfig, world_size: int | None) -> str | None:
     why = c.optim.spec.needs_whole

@@ -4,16 +4,17 @@ A key is one field here: its type, default and description. Help, JSON schema, e
 resolved.yaml follow from it. Rules about several keys are in rules.py.
 """
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 from pydantic import Field, PrivateAttr
 
 from torchdistpackage.config import types as k
-from torchdistpackage.config.data_section import DataSection
+from torchdistpackage.config.data_section import DataSection, SourceSection
 from torchdistpackage.config.errors import KeyLocations, Problem, SourceLocation
 from torchdistpackage.config.model_section import ModelSection
 from torchdistpackage.config.node_types import NodePathOrNull, NodeSpanOrNull
-from torchdistpackage.config.optim_section import OptimSection
+from torchdistpackage.config.optim_section import OptimSection, ParamGroupSection
 from torchdistpackage.config.preference_losses import PREFERENCE_LOSSES, PreferenceLossSpec
 from torchdistpackage.config.types import Section, default
 from torchdistpackage.config.yaml_loader import keys_of, write
@@ -21,6 +22,11 @@ from torchdistpackage.errors import ConfigError
 from torchdistpackage.layout.exchanges import EXCHANGES
 from torchdistpackage.topology.mesh import DEFAULT_ORDER
 
+ITEMS: Mapping[str, type[Section]] = {
+    "data.sources": SourceSection,
+    "optim.groups": ParamGroupSection,
+}
+"""Keys that hold a list of sections -> the class of its members."""
 VAL_LOSS = "val_loss"
 """Name under which a checkpoint records its validation loss; a set of data.eval adds /NAME."""
 

@@ -383,6 +383,7 @@ ExpertBalance = Annotated[str, *one_of(BALANCES)]
 ExpertsOrNull = Annotated[int, Field(ge=1, le=1 << 14), _Whole] | None
 RopeScaling = Literal["default", "linear", "llama3", "yarn"]
 PositiveOrNull = Positive | None
+NotNegativeOrNull = NotNegative | None
 LengthOrNull = Annotated[int, Field(ge=1, le=MAX_LENGTH), _Whole] | None
 HeadsOrNull = Annotated[int, Field(ge=1, le=MAX_HEADS), _Whole] | None
 WidthOrNull = Annotated[int, Field(ge=1, le=MAX_WIDTH), _Whole] | None
@@ -396,6 +397,12 @@ NamesOrNull = (
     ]
     | None
 )
+Patterns = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=200)], ...],
+    Field(max_length=1000),
+    BeforeValidator(_sequence),
+    Expected("a list of patterns, e.g. ['*embed*', '*.bias']"),
+]
 TextField = Annotated[
     str,
     Field(min_length=1, max_length=200),

@@ -232,6 +232,9 @@ def make_plan(
     pieces = ModelUnits.of(model)
     plan = Plan(config, world, model, pieces.names, find_stages(config, pieces), {})
     plan = replace(plan, layouts=model.layouts(plan.stage_of))
+    names = [x.name for x in plan.layouts.values() if plan.is_trained(x.name)]
+    if unmatched := config.optim.unmatched_groups(names):
+        raise ConfigErrors(source, [config.problem(*x) for x in unmatched.items()])
     _refuse_compiled_halves(plan, source)
     for load in stage_loads(plan) if config.train.recompute == "auto" else ():
         activation_budget_gb(config, load.memory, f"{source}: the rank at pipe {load.index}")

@@ -15,10 +15,12 @@ from torch import nn
 from torchdistpackage.checkpoint.local_copies import LocalCopies
 from torchdistpackage.checkpoint.retention import Retention
 from torchdistpackage.checkpoint.save import fail_together
+from torchdistpackage.comm import primitives
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.group_options import GroupOptions, merged
 from torchdistpackage.comm.random import seed_rank
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.config.optim_section import OptimSection
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.data.source import DataSource, SequenceSource
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
@@ -91,7 +93,10 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
     stage, layouts = model.stage, model.layouts
     compile_blocks(stage, config.train.compile_backend, config.train.compile)
     tables = {name for name, layout in layouts.items() if layout.is_table}
-    inner = make_optimizer(stage, config.optim, tables)
+    global_names = {name: layout.name for name, layout in layouts.items()}
+    if plan.model is None and config.optim.groups:
+        _refuse_unmatched(stage, global_names, config.optim)
+    inner = make_optimizer(stage, config.optim, tables, global_names)
     replicas = _data_parallel(stage, layouts, inner, plan)
     optimizer = inner if isinstance(replicas, NaiveDDP) else replicas
     pipe, optim = tpc.get_group("pipe"), config.optim
@@ -144,6 +149,19 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
         budget_gb = activation_budget_gb(config, state, f"rank {rank}")
         trainer.recomputed = recompute_within(trainer, budget_gb)
     return trainer
+
+
+def _refuse_unmatched(
+    stage: nn.Module, global_names: Mapping[str, str], section: OptimSection
+) -> None:
+    """Raise ConfigError, on all ranks, for groups of the optimizer without a parameter: the names
+    of a user's own model are not known before it is built.
+    """
+    local = [global_names[name] for name, p in stage.named_parameters() if p.requires_grad]
+    everywhere = primitives.gather_objects(local, tpc.get_group("global"))
+    names = sorted({name for names in everywhere for name in names})
+    if problems := section.unmatched_groups(names):
+        raise ConfigError("; ".join(problems.values()))
 
 
 def build_task(model: StagedModel) -> TaskLoss | None:

@@ -3,7 +3,7 @@
 Matrices decay, vectors and norms do not.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,26 +14,43 @@ from torchdistpackage.errors import ConfigError
 from torchdistpackage.lazy import resolve
 from torchdistpackage.plan.user_code import user_object
 from torchdistpackage.train.decay import decaying
+from torchdistpackage.train.update import LR_SCALE
 
 Groups = list[dict[str, Any]]
 
 
 def make_optimizer(
-    stage: nn.Module, section: OptimSection, tables: Collection[str]
+    stage: nn.Module,
+    section: OptimSection,
+    tables: Collection[str],
+    global_names: Mapping[str, str] | None = None,
 ) -> torch.optim.Optimizer | None:
     """Return the optimizer of a stage; None for a stage without parameters that train.
 
     tables: names of embeddings and heads, which muon and adamw8bit leave to AdamW: a row of an
     embedding has gradients with its token alone, and transformers' Trainer gives it no 8 bits
-    either.
+    either. global_names: of parameters by their names in `stage`, which optim.groups matches.
     """
+    global_names = {} if global_names is None else global_names
     named = [(name, p) for name, p in stage.named_parameters() if p.requires_grad]
     is_table = {id(p): name in tables for name, p in named}
     shrinks = decaying(stage)
     vectors = [p for name, p in named if name not in shrinks]
     matrices = [p for name, p in named if name in shrinks]
-    decay = section.weight_decay
-    groups = _groups((matrices, decay), (vectors, 0.0))
+    settings = {id(p): _settings(section, global_names.get(name, name)) for name, p in named}
+
+    def _groups(decaying: list[nn.Parameter], others: list[nn.Parameter] | None = None) -> Groups:
+        by: dict[tuple[float, float], list[nn.Parameter]] = {}
+        for p in decaying:
+            by.setdefault(settings[id(p)], []).append(p)
+        for p in others or []:
+            by.setdefault((settings[id(p)][0], 0.0), []).append(p)
+        return [
+            {"params": params, "weight_decay": decay, **_rate(section.lr, lr)}
+            for (lr, decay), params in by.items()
+        ]
+
+    groups = _groups(matrices, vectors)
     if not groups:
         return None
     spec = section.spec
@@ -44,16 +61,29 @@ def make_optimizer(
     inner = [p for p in matrices if not is_table[id(p)]]
     outer = [p for p in matrices if is_table[id(p)]]
     if spec.takes == "blocks":
-        muon_groups, rest = _groups((inner, decay), (vectors, 0.0)), _groups((outer, decay))
+        muon_groups, rest = _groups(inner, vectors), _groups(outer)
     else:
-        muon_groups = _groups(([p for p in inner if p.dim() == 2], decay))
-        rest = _groups(([*outer, *(p for p in inner if p.dim() != 2)], decay), (vectors, 0.0))
+        muon_groups = _groups([p for p in inner if p.dim() == 2])
+        rest = _groups([*outer, *(p for p in inner if p.dim() != 2)], vectors)
     parts = ((make, muon_groups), (adamw, rest))
     return JointOptimizer(*(make(groups, section) for make, groups in parts if groups))
 
 
-def _groups(*kinds: tuple[list[nn.Parameter], float]) -> Groups:
-    return [{"params": params, "weight_decay": decay} for params, decay in kinds if params]
+def _settings(section: OptimSection, name: str) -> tuple[float, float]:
+    """Return the learning rate and weight decay of a parameter that decays, by its global name."""
+    index = section.group_of(name)
+    if index is None:
+        return section.lr, section.weight_decay
+    group = section.groups[index]
+    return (
+        section.lr if group.lr is None else group.lr,
+        section.weight_decay if group.weight_decay is None else group.weight_decay,
+    )
+
+
+def _rate(base: float, lr: float) -> dict[str, float]:
+    """Return what a parameter group has where its learning rate is not that of the run."""
+    return {} if lr == base else {"lr": lr, LR_SCALE: lr / base}
 
 
 def adamw(groups: Groups, section: OptimSection) -> torch.optim.Optimizer:

@@ -15,6 +15,9 @@ from torchdistpackage.ddp.sharded import ShardedOptimizer
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.optim.clip import clip_factor, counts_here, grad_norms, scale_gradients
 
+LR_SCALE = "lr_scale"
+"""Key of a parameter group: its learning rate over that of the step."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReducedGrad:
@@ -127,7 +130,7 @@ class Update:
         torch._amp_foreach_non_finite_check_and_unscale_(sums, self._found_inf, self._one)
         self.inner.found_inf = self._found_inf
         for group in self._optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get(LR_SCALE, 1.0)
         self._optimizer.step()
         return lr
 
