@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 
 import typer
@@ -11,7 +12,7 @@ from torchdistpackage.cli._elastic import node_span
 from torchdistpackage.cli._step_time import seconds_text
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.config.slurm import header
+from torchdistpackage.config.slurm import header, time_seconds
 from torchdistpackage.config.types import MAX_RANKS
 from torchdistpackage.config.yaml_loader import write
 from torchdistpackage.errors import ConfigError
@@ -104,12 +105,14 @@ def _queue(
     profile: tuple[Path, Profile] | None,
 ) -> str:
     """Return when the run could start and would end on each number of nodes, by Slurm's answers."""
-    state = query_queue(header(run.launch.slurm).get("partition"))
+    options = header(run.launch.slurm)
+    state, limit = query_queue(options.get("partition")), options.get("time")
+    limit_s = inf if limit is None else time_seconds(limit) or inf
     now_s = time.time()
     rows: list[Sequence[object]] = [("NODES", "START", "STEP", "RUN", "DONE", "LAYOUT")]
     ends: dict[int, float] = {}
     for number in counts:
-        start_s = state.start_s(number, now_s)
+        start_s = state.start_s(number, now_s, limit_s)
         if start_s is None:
             why = f"partition {state.partition} has {state.total} nodes"
             why = why if number > state.total else "not free within what Slurm says"
@@ -143,8 +146,8 @@ def _queue(
         lines.append(f"done first on {first} nodes")
     lines.append(
         wrap(
-            "starts are those of a job behind all that wait, by the time limits of jobs; a run "
-            "longer than its job's time waits again"
+            "starts are those of a job that delays none that wait, by the time limits of jobs; a "
+            "run longer than its job's time waits again"
         )
     )
     return "\n".join(lines)

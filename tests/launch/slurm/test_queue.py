@@ -40,6 +40,29 @@ def test_nodes_come_free_when_jobs_end_and_go_when_waiting_ones_start():
     assert state.start_s(5, 1000.0) is None
 
 
+def test_a_short_job_starts_before_waiting_ones_and_planned_nodes_are_free():
+    # what Slurm 22.05 answered with jobs of 2 + 2 nodes running and one of 5 waiting
+    nodes = "n1|main*|alloc\nn2|main*|alloc\nn3|main*|alloc\nn4|main*|alloc\n"
+    state = query_queue(
+        "main",
+        answering(
+            nodes=f"{nodes}n5|main*|plnd\nn6|main*|idle\n",
+            running="main|2|1795970405\nmain|2|1795974005\n",
+            waiting="main|5|1795974005|30:00\n",
+        ),
+    )
+    now_s = 1795966815.0
+    assert (state.total, state.idle) == (6, 2)
+    # the job that waits leaves one of the six free
+    assert state.start_s(1, now_s) == now_s
+    assert state.start_s(2, now_s) == 1795974005 + 1800
+    # in two hours that job starts: one of an hour ends before
+    assert state.start_s(2, now_s, 3600.0) == now_s
+    assert state.start_s(4, now_s, 3600.0) == 1795970405
+    assert state.start_s(4, now_s, 3601.0) == 1795974005 + 1800
+    assert state.start_s(6, now_s) == 1795974005 + 1800
+
+
 def test_a_job_that_was_to_end_already_frees_its_nodes_now():
     assert QueueState("gpu", 2, 0, ((500.0, 2),)).start_s(2, 1000.0) == 1000.0
     assert QueueState("gpu", 2, 1, ()).start_s(2, 1000.0) is None

@@ -1,14 +1,15 @@
 """When a number of nodes could start, from what Slurm says of its nodes and its queue.
 
 Nodes are idle now, come free when a running job ends, and are taken when a waiting job starts. A
-new job stands behind all of these, so it starts at the first moment from which on its nodes stay
-free. The answer is an estimate: jobs end early, and others come before.
+new job delays none of these, so it starts at the first moment from which on its nodes stay free for
+the job's time. The answer is an estimate: jobs end early, and others come before.
 """
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
+from math import inf
 
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.slurm.query import SEPARATOR, Runner, run_command, seconds_of
@@ -17,9 +18,10 @@ SINFO = ("sinfo", "-h", "-N", "-o", SEPARATOR.join(("%N", "%P", "%t")))
 RUNNING = ("squeue", "-h", "-t", "R,CG", "-o", SEPARATOR.join(("%P", "%D", "%e")))
 WAITING = ("squeue", "-h", "--start", "-o", SEPARATOR.join(("%P", "%D", "%S", "%l")))
 """Times are in seconds since 1970, as `run_command` asks for them."""
-_IDLE = re.compile(r"idle[~#%]*")
-"""States of nodes that take a job, also those that are powered up for it first."""
-_GONE = re.compile(r"(down|drain|drng|fail|maint|unk|no_?resp|inval|plnd|resv)|.*\*")
+_IDLE = re.compile(r"(idle|plnd)[~#%]*")
+"""States of nodes that take a job, also those that are powered up for it first, and those that wait
+for the start of a job that `WAITING` lists."""
+_GONE = re.compile(r"(down|drain|drng|fail|maint|unk|no_?resp|inval|resv)|.*\*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +35,15 @@ class QueueState:
     idle: int
     changes: tuple[tuple[float, int], ...]
 
-    def start_s(self, nodes: int, now_s: float) -> float | None:
-        """Return when so many nodes are free from then on; None if they never are."""
+    def start_s(self, nodes: int, now_s: float, limit_s: float = inf) -> float | None:
+        """Return when so many nodes are free for so long; None if they never are."""
         if nodes > self.total:
             return None
         free, start = self.idle, now_s if self.idle >= nodes else None
         by_time = groupby(sorted(self.changes), key=lambda change: change[0])
         for time_s, changes in by_time:
+            if start is not None and start + limit_s <= time_s:
+                return start
             free += sum(number for _, number in changes)
             if free < nodes:
                 start = None
