@@ -42,6 +42,8 @@ TIMELINE = "torchdistpackage.plan.estimate:timeline_with_messages"
 ELASTIC, CHECK_NODES = (f"torchdistpackage.plan.elastic:{x}" for x in ("fitted", "check_nodes"))
 TABLE = "torchdistpackage.cli._elastic:elastic_table"
 SEARCH = "torchdistpackage.cli._search:search_text"
+EXPAND = "torchdistpackage.environment.slurm_env:expand"
+SWITCHES = "torchdistpackage.cli._topology:topology_text"
 PREDICTED, STEP_LINE, STEP_TABLE, COMPARED = (
     f"torchdistpackage.cli._step_time:{x}"
     for x in ("predicted", "summary_line", "time_table", "compare_table")
@@ -172,6 +174,30 @@ def plan(
             "the run would be done.",
         ),
     ] = False,
+    network: Annotated[
+        str | None,
+        typer.Option(
+            "--topology",
+            metavar="FILE",
+            help="Print which groups cross switches, and the order of nodes that crosses least. "
+            "FILE is a topology.conf or what scontrol show topology printed; slurm: ask scontrol.",
+        ),
+    ] = None,
+    nodelist: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="With --topology: the nodes of the job, such as n[1-4]; default: those of "
+            "launch.slurm, or the first of the topology.",
+        ),
+    ] = None,
+    hostfile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --topology: write that order for srun --distribution=arbitrary.",
+        ),
+    ] = None,
     picture: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Draw the nodes, their ranks and groups to FILE (SVG)."),
@@ -187,6 +213,9 @@ def plan(
             "needs --profile FILE, which has the times of messages; add it",
             param_hint="--forward-s",
         )
+    for option, value in (("--nodelist", nodelist), ("--hostfile", hostfile)):
+        if value is not None and network is None:
+            raise typer.BadParameter("goes with --topology; add it", param_hint=option)
     if apply is not None and not search:
         raise typer.BadParameter("goes with --search; add it", param_hint="--apply")
     if queue and not search:
@@ -230,7 +259,11 @@ def plan(
     is_job = sbatch or bool(run.launch.slurm)
     shape = resolve(JOB_SHAPE)(run) if is_job and (world is None or sbatch) else None
     if shape is not None and world is None:
-        world, ranks_per_node = shape.world_sizes[0], ranks_per_node or shape.tasks_per_node
+        ranks_per_node = ranks_per_node or shape.tasks_per_node
+        world = shape.world_sizes[0]
+        if nodelist is not None:  # inside of a job that may have got one of several numbers
+            granted = len(resolve(EXPAND)(nodelist)) * ranks_per_node
+            world = granted if granted in shape.world_sizes else world
     if shape is not None and run.launch.elastic.nodes is not None:
         resolve(CHECK_NODES)(run, shape, config)
     world = world or local_procs(run)
@@ -273,6 +306,8 @@ def plan(
         parts.append(resolve(STEP_TABLE)(predicted))
     if compare is not None:
         parts.append(resolve(COMPARED)(planned, predicted, compare))
+    if network is not None:
+        parts.append(resolve(SWITCHES)(planned, ranks_per_node, network, nodelist, hostfile))
     if cluster is not None:
         parts.append(_communication(planned, cluster, ranks_per_node, forward_s))
     if shape is not None and (sbatch or show_all):

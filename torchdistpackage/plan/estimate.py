@@ -62,7 +62,7 @@ def estimates(plan: Plan, profile: Profile, ranks_per_node: int | None) -> tuple
     links = links_of(plan, ranks_per_node)
     if (why := uncounted(plan)) is not None:
         return tuple(Estimate(axis, why, None) for axis in links)
-    messages = _busiest_link(plan.schedule) * plan.rounds
+    messages = max(pipe_messages(plan.schedule).values(), default=0) * plan.rounds
     calls = busiest(plan)[1]
     return tuple(_estimate(calls, profile, axis, link, messages) for axis, link in links.items())
 
@@ -143,15 +143,20 @@ def _of_calls(
     return description, traffic.number * once_s
 
 
-def _busiest_link(schedule: Schedule) -> int:
-    """Return the messages of one round between the two ranks that exchange most, both ways
-    together.
+def pipe_messages(schedule: Schedule) -> Counter[tuple[int, int]]:
+    """Return for each two pipe ranks, the smaller first, how many messages they exchange in one
+    round, both ways together.
     """
-    pairs = Counter[frozenset[int]]()
+    pairs = Counter[tuple[int, int]]()
     for one, other in pairwise(schedule.placement):
         if one != other:
-            pairs[frozenset((one, other))] += 2 * schedule.num_microbatches
-    return max(pairs.values(), default=0)
+            pairs[min(one, other), max(one, other)] += 2 * schedule.num_microbatches
+    return pairs
+
+
+def link_bytes(call: CallCount) -> float:
+    """Return the bytes that a rank sends in these calls where its group is a ring."""
+    return call.number * _volume(call).bus_bytes
 
 
 def _volume(call: CallCount) -> _CommVolume:

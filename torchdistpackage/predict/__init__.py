@@ -27,6 +27,7 @@ pipeline/partition/cut_search         a beam over open ranks where one has sever
                                       annealing near the best known where that is too wide
 compat/placed/placement_search      all placements of few nodes, else descent by moves of a node
 plan/layout_search                    best first, by bounds that are refined until they are a step
+plan/node_order                       all labels of places by switches, else exchanges of two nodes
 tools/recompute                       a knapsack of seconds and bytes, exact on a grid of bytes
 ddp/bucket_tuning, ddp/auto           a handful of candidates, each priced in closed form
 """

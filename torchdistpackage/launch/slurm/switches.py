@@ -1,0 +1,222 @@
+"""The switches or blocks above the nodes of a cluster, as Slurm knows them.
+
+Read is what `scontrol show topology` prints and `topology.conf`, of the plugins tree and block:
+
+    SwitchName=s0 Nodes=n[1-2]                             topology.conf
+    SwitchName=t0 Level=1 LinkSpeed=1 Nodes=n[1-4] Switches=s[0-1]       scontrol
+    BlockName=b0 BlockIndex=0 Nodes=n[1-18] BlockSize=18
+    AggregatedBlock=b[0-1] BlockIndex=2 Nodes=n[1-36] BlockSize=36
+    BlockSizes=18,36                                       topology.conf: b0 and b1 are aggregated
+
+The rule: a node hangs below the lowest switch that lists it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torchdistpackage.environment.slurm_env import expand
+from torchdistpackage.errors import ConfigError, LaunchError
+from torchdistpackage.launch.slurm.query import Runner, run_command
+
+SHOW = ("scontrol", "show", "topology")
+FROM_SLURM = "slurm"
+"""Stands for the answer of scontrol where the path of a file is asked for."""
+_KEYS = frozenset({"switchname", "blockname", "aggregatedblock", "blocksizes"})
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchTree:
+    """paths: for each node the switches above it, the lowest first, all of one length: where a
+    branch has fewer levels than another its highest switch is repeated."""
+
+    paths: Mapping[str, tuple[str, ...]]
+
+    @property
+    def num_levels(self) -> int:
+        return len(next(iter(self.paths.values())))
+
+    def nodes(self) -> tuple[str, ...]:
+        """Return all nodes, those of one switch side by side."""
+        # nodes keep the order in which their highest switch was met first, then the next lower
+        order: dict[str, int] = {}
+        for path in self.paths.values():
+            for name in path:
+                order.setdefault(name, len(order))
+        return tuple(
+            sorted(self.paths, key=lambda node: [order[x] for x in self.paths[node][::-1]])
+        )
+
+
+@dataclass(slots=True)
+class _Switch:
+    """line: where it is named, such as topology.conf:3."""
+
+    line: str
+    nodes: tuple[str, ...] = ()
+    children: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Read:
+    switches: dict[str, _Switch] = field(default_factory=dict[str, _Switch])
+    blocks: list[str] = field(default_factory=list[str])
+    sizes: tuple[int, ...] = ()
+    parents: dict[str, str] = field(default_factory=dict[str, str])
+
+    def add(self, name: str, switch: _Switch) -> None:
+        if name in self.switches:
+            raise ConfigError(
+                f"{switch.line}: {name} is named a second time, after {self.switches[name].line}; "
+                f"give each switch one line"
+            )
+        self.switches[name] = switch
+
+
+def read_switches(source: str, runner: Runner = run_command) -> SwitchTree:
+    """Read a file, or with the source "slurm" what scontrol says here.
+
+    Raises:
+        ConfigError: the file cannot be read, or names no tree; says the line.
+        LaunchError: Slurm does not answer, or knows of no switches.
+    """
+    if source == FROM_SLURM:
+        ran = runner(SHOW)
+        if ran.code != 0 or not ran.out.strip():
+            raise LaunchError(
+                f"scontrol show topology names no switches: {ran.why}; give a file in the form of "
+                f"topology.conf"
+            )
+        return parse_switches(ran.out, "scontrol show topology")
+    try:
+        text = Path(source).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text of UTF-8"
+        raise ConfigError(
+            f"--topology {source} cannot be read: {why}; give a topology.conf, what scontrol show "
+            f"topology printed, or the word {FROM_SLURM} to ask scontrol here"
+        ) from error
+    return parse_switches(text, source)
+
+
+def parse_switches(text: str, source: str) -> SwitchTree:
+    """Return the tree of a text; source: its name in errors.
+
+    Raises:
+        ConfigError: see `read_switches`.
+    """
+    read = _Read()
+    for line, words in _lines(text, source):
+        _read_line(read, line, words)
+    if not read.switches:
+        raise ConfigError(
+            f"{source} names no switch and no block; its lines begin with SwitchName= or BlockName="
+        )
+    _aggregate(read)
+    _find_parents(read)
+    above = {name: _path(read, name) for name in read.switches}
+    listed: dict[str, list[str]] = {}
+    for name, switch in read.switches.items():
+        for node in switch.nodes:
+            listed.setdefault(node, []).append(name)
+    if not listed:
+        raise ConfigError(f"{source} names no node; give each lowest switch its Nodes=")
+    paths: dict[str, tuple[str, ...]] = {}
+    for node, names in listed.items():
+        lowest = max(names, key=lambda name: len(above[name]))
+        if apart := [name for name in names if name not in above[lowest]]:
+            raise ConfigError(
+                f"{read.switches[apart[0]].line}: node {node} is below {apart[0]} and below "
+                f"{lowest}; list it below one of them"
+            )
+        paths[node] = above[lowest]
+    longest = max(map(len, paths.values()))
+    return SwitchTree({n: p + p[-1:] * (longest - len(p)) for n, p in paths.items()})
+
+
+def _lines(text: str, source: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield where each line is, and its words by their keys in small letters; a line that ends with
+    a backslash goes on."""
+    begun, first = "", 0
+    for number, line in enumerate(text.splitlines(), 1):
+        first = first if begun else number
+        begun += line.partition("#")[0].rstrip()
+        if begun.endswith("\\"):
+            begun = begun[:-1] + " "
+            continue
+        words, begun = begun.split(), ""
+        if not words:
+            continue
+        pairs = {x.partition("=")[0].lower(): x.partition("=")[2] for x in words}
+        if not _KEYS & set(pairs):
+            raise ConfigError(
+                f"{source}:{first}: {words[0][:80]!r} begins no line of switches or blocks; they "
+                f"begin with SwitchName=, BlockName= or BlockSizes="
+            )
+        yield f"{source}:{first}", pairs
+
+
+def _read_line(read: _Read, line: str, words: Mapping[str, str]) -> None:
+    nodes = _hosts(words.get("nodes", ""), line)
+    if "switchname" in words:
+        below = _hosts(words.get("switches", ""), line)
+        read.add(words["switchname"], _Switch(line, nodes, below))
+    elif "blockname" in words:
+        read.add(words["blockname"], _Switch(line, nodes))
+        read.blocks.append(words["blockname"])
+    elif "aggregatedblock" in words:
+        name = words["aggregatedblock"]
+        read.add(name, _Switch(line, nodes, _hosts(name, line)))
+    else:
+        sizes = words["blocksizes"].split(",")
+        if not all(x.isdecimal() and int(x) for x in sizes):
+            raise ConfigError(
+                f"{line}: BlockSizes={words['blocksizes']} are no numbers of nodes; write such as "
+                f"18,36"
+            )
+        read.sizes = tuple(sorted(map(int, sizes)))
+
+
+def _hosts(text: str, line: str) -> tuple[str, ...]:
+    if text in ("", "(null)"):
+        return ()
+    try:
+        return expand(text)
+    except LaunchError as error:
+        raise ConfigError(f"{line}: {error}") from error
+
+
+def _aggregate(read: _Read) -> None:
+    """Put consecutive blocks together as the sizes of topology.conf say."""
+    for size in read.sizes[1:]:
+        number = max(size // read.sizes[0], 1)
+        for first in range(0, len(read.blocks), number):
+            blocks = tuple(read.blocks[first : first + number])
+            name = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"{blocks[0]} of {size}"
+            read.add(name, _Switch(read.switches[blocks[0]].line, children=blocks))
+
+
+def _find_parents(read: _Read) -> None:
+    for name, switch in read.switches.items():
+        for child in switch.children:
+            if child not in read.switches:
+                raise ConfigError(
+                    f"{switch.line}: {name} has {child} below it, which no line names; add "
+                    f"SwitchName={child}"
+                )
+            read.parents.setdefault(child, name)
+
+
+def _path(read: _Read, name: str) -> tuple[str, ...]:
+    """Return a switch and those above it, the lowest first."""
+    if name in read.blocks:  # all sizes of aggregated blocks list the blocks themselves
+        above = [x for x, switch in read.switches.items() if name in switch.children]
+        return (name, *sorted(above, key=lambda x: len(read.switches[x].children)))
+    path = [name]
+    while (parent := read.parents.get(path[-1])) is not None:
+        if parent in path:
+            raise ConfigError(
+                f"{read.switches[parent].line}: {parent} is below itself; remove it from Switches"
+            )
+        path.append(parent)
+    return tuple(path)
