@@ -260,6 +260,16 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "train.dpo.loss=ipo train.dpo.gamma=1.0 remove",
     ),
     (
+        {"train__distill": {"beta": 0.5}},
+        "train.distill.teacher",
+        "train.distill.beta=0.5 train.distill.teacher set",
+    ),
+    (
+        {"train__distill": {"teacher": "t"}, "model__loss": "pkg:fn"},
+        "train.distill.teacher",
+        "train.distill.teacher=t model.loss=pkg:fn",
+    ),
+    (
         {"data__document_masks": True},
         "data.document_masks",
         "data.tokenizer set",

@@ -1,6 +1,6 @@
 """What ranks do with transformers' own modules, and transformers in one process beside them."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +24,10 @@ RUN = [
     *("optim.clip=0.0", "optim.lr=0.01", "train.steps=5", "optim.warmup_steps=0"),
     "data.target=tests.train.sources:UnevenTokens",
 ]
+
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+"""(model, ids, targets) -> the mean over the tokens that count."""
 
 
 class Answer(NamedTuple):
@@ -79,7 +83,7 @@ def steps_of(run: Trainer, steps: range) -> Answer:
     return Answer(parity.held(run, "data"), gradients, losses, run.recomputed)
 
 
-def of_transformers(folder: str) -> Answer:
+def of_transformers(folder: str, loss: Loss | None = None) -> Answer:
     """The same of transformers' model in one process, without this package."""
     from transformers import AutoModelForCausalLM
 
@@ -95,7 +99,7 @@ def of_transformers(folder: str) -> Answer:
         {"params": [p for p in named.values() if p.dim() <= 1], "weight_decay": 0.0},
     ]
     adam = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
-    gradients, losses = alone(model, named, adam, section)
+    gradients, losses = alone(model, named, adam, section, loss)
     return Answer(whole(named), gradients, losses)
 
 
@@ -104,6 +108,7 @@ def alone(
     trained: Mapping[str, Tensor],
     adam: torch.optim.Optimizer,
     section: RunConfig,
+    loss: Loss | None = None,
 ) -> tuple[list[parity.Held], list[float]]:
     """Gradients and losses of a plain model's first steps, at the run's learning rates."""
     data = UnevenTokens(SEQ_LEN, VOCAB)
@@ -112,12 +117,12 @@ def alone(
         ids, targets = data.batch("train", section.run.seed, step, 0, 1, section.data.global_batch)
         adam.zero_grad()
         with everywhere_float64():
-            loss = loss_of(model, ids, targets)
-            loss.backward()
+            mean = (loss or loss_of)(model, ids, targets)
+            mean.backward()
         gradients.append(whole({name: p.grad for name, p in trained.items()}))
         set_rate(adam, section, step)
         adam.step()
-        losses.append(loss.item())
+        losses.append(mean.item())
     return gradients, losses
 
 

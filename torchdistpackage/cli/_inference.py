@@ -83,6 +83,7 @@ _FORWARD_KEYS: Mapping[str, object] = {
     **dict.fromkeys(("pipeline.chunks", "pipeline.file", "pipeline.costs"), "null"),
     "train.accumulate": 1,
     "train.recompute": "none",
+    "train.distill": "{}",
     **dict.fromkeys(("train.memory_gb", "train.profile.steps", "launch.local.procs"), "null"),
 }
 """Keys that only training needs, with neutral values; weights and losses do not depend on them."""

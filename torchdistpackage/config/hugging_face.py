@@ -326,14 +326,23 @@ def vocabulary_size(file: Path) -> int:
     Raises:
         DataError: it is no tokenizer of the tokenizers library.
     """
+    return max(token_ids(file).values(), default=-1) + 1
+
+
+def token_ids(file: Path) -> dict[str, int]:
+    """Return the id of each token of a tokenizer.json.
+
+    Raises:
+        DataError: it is no tokenizer of the tokenizers library.
+    """
     content = read_tokenizer(file)
     try:
         vocab = cast(list[Any] | dict[str, int], content["model"]["vocab"])
-        added = cast(list[dict[str, int]], content.get("added_tokens") or [])
+        added = cast(list[dict[str, Any]], content.get("added_tokens") or [])
         # a unigram model has a list of [token, score], others have a mapping from token to id
-        ids = range(len(vocab)) if isinstance(vocab, list) else vocab.values()
-        return max([*ids, *(token["id"] for token in added)], default=-1) + 1
-    except (KeyError, TypeError, AttributeError) as error:
+        pairs = {x[0]: i for i, x in enumerate(vocab)} if isinstance(vocab, list) else vocab
+        return {**pairs, **{token["content"]: token["id"] for token in added}}
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise DataError(
             f"{file} is no tokenizer of the tokenizers library ({error!r}); save the tokenizer "
             "again"

@@ -2,7 +2,7 @@
 
 from torchdistpackage.config.data_section import CHAT_FIELDS, OWN_KEYS, ROWS, DataSection
 from torchdistpackage.config.rules import Rule, named_once, rule
-from torchdistpackage.config.schema import DpoSection, RunConfig
+from torchdistpackage.config.schema import DistillSection, DpoSection, RunConfig
 
 _OF_FORMAT = ("data.name", "data.field", "data.tokenizer")
 
@@ -180,6 +180,40 @@ def _loss_of_pairs_reads_its_keys(c: RunConfig, world_size: int | None) -> str |
     if not unread:
         return None
     return f"train.dpo.loss={options.loss} does not read {' and '.join(unread)}; remove it"
+
+
+@rule(
+    *(f"train.distill.{key}" for key in DistillSection.model_fields),
+    "data.name",
+    "model.loss",
+    "model.target",
+    "model.moe.num_experts",
+)
+def _a_teacher_has_tokens(c: RunConfig, world_size: int | None) -> str | None:
+    options, plain = c.train.distill, DistillSection()
+    teacher = f"train.distill.teacher={options.teacher}"
+    if options.teacher is None:
+        unread = [
+            f"train.distill.{key}={getattr(options, key)}"
+            for key in DistillSection.model_fields
+            if getattr(options, key) != getattr(plain, key)
+        ]
+        text = f"{' and '.join(unread)} has no effect without train.distill.teacher; set it, or"
+        return f"{text} remove train.distill" if unread else None
+    if options.kd_ratio == 0:
+        return f"train.distill.kd_ratio=0 leaves {teacher} without effect; raise it, or remove both"
+    if options.teacher.endswith(".json"):
+        return f"{teacher} is a file without weights; name the folder of a trained model"
+    problems: list[str] = []
+    if c.data.is_preference:
+        problems.append(f"data.name={c.data.name} (its loss is of pairs, not of tokens)")
+    if c.model.loss is not None:
+        problems.append(f"model.loss={c.model.loss} (the loss compares logits)")
+    if c.model.target is not None:
+        problems.append(f"model.target={c.model.target} (its outputs need not be logits)")
+    if c.model.moe.num_experts is not None:
+        problems.append("model.moe (no run with a teacher was compared)")
+    return f"{teacher} does not go with {' nor with '.join(problems)}" if problems else None
 
 
 _READ = ("data.sources", *_OF_FORMAT)

@@ -313,6 +313,31 @@ class EarlyStopSection(Section):
         return not is_loss if self.mode == "auto" else self.mode == "max"
 
 
+class DistillSection(Section):
+    """Distillation from a teacher, as in GKD (Agarwal et al., arXiv:2306.13649)."""
+
+    teacher: k.PathOrNull = Field(
+        default=None,
+        description="Folder of a transformers model whose next-token distribution the model "
+        "learns, with the same tokenizer and vocabulary. null: no distillation.",
+    )
+    beta: k.Fraction = Field(
+        default=0.0,
+        description="Divergence to minimize (trl's beta). 0: forward KL(teacher || student); 1: "
+        "reverse KL(student || teacher); between: the generalized Jensen-Shannon divergence.",
+    )
+    temperature: k.Positive = Field(
+        default=1.0,
+        description="The logits of both models are divided by it before the softmax. Raise it to "
+        "learn more from the tokens that the teacher thinks unlikely.",
+    )
+    kd_ratio: k.Fraction = Field(
+        default=0.5,
+        description="Weight of the divergence in the loss; 1 - kd_ratio is that of the cross "
+        "entropy with the tokens of the data.",
+    )
+
+
 class TrainSection(Section):
     """Length of the run, and what happens during it."""
 
@@ -370,6 +395,7 @@ class TrainSection(Section):
     )
     dpo: DpoSection = default(DpoSection)
     early_stop: EarlyStopSection = default(EarlyStopSection)
+    distill: DistillSection = default(DistillSection)
     recompute: k.Recompute = Field(
         default="none",
         description="Which activations the backward recomputes instead of keeping them: none, "

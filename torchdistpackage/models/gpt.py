@@ -176,6 +176,11 @@ class GPT(Grouped):
         )
         return losses.sum(), (targets != ignore_index).sum()
 
+    @property
+    def vocab_group(self) -> Group:
+        """The ranks whose logits are each of their own columns of the vocabulary."""
+        return self.group
+
     def whole_logits(self, logits: Tensor) -> Tensor:
         """Return the logits (B, S, V) of all tokens, in the order of the targets, equal over the
         group.

@@ -261,7 +261,7 @@ class TransformersStage(nn.Module):
         self._sequence = sequence if isinstance(sequence, ContextSequence) else None
         self.decoder, self.shape, self.axis = decoder, shape, axis
         self._group, self._stage_of = group, stage_of
-        self._vocab_group = group if shape.kind.splits_head else None
+        self.vocab_group = group if shape.kind.splits_head else None
         """Ranks that have logits of their own columns of the vocabulary; None: this has all."""
         self._auxiliary = shape.kind.auxiliary
         self._routers = {"output_router_logits": True} if self._auxiliary else {}
@@ -370,11 +370,11 @@ class TransformersStage(nn.Module):
         as there are tokens, so that it is added to their mean as transformers adds it.
         """
         logits, count = _logits(outputs), (targets != ignore_index).sum()
-        if self._vocab_group is not None:
+        if self.vocab_group is not None:
             total = vocab_parallel_cross_entropy(
                 logits,
                 targets,
-                self._vocab_group,
+                self.vocab_group,
                 vocab=self.shape.vocab,
                 ignore_index=ignore_index,
                 reduction="sum",
@@ -394,10 +394,10 @@ class TransformersStage(nn.Module):
     def whole_logits(self, outputs: Outputs) -> Tensor:
         """Return logits (..., V), equal over the group, from those (..., V/n) of `forward`."""
         logits = _logits(outputs)
-        if self._vocab_group is None:
+        if self.vocab_group is None:
             return logits
-        sizes = even_sizes(self.shape.vocab, self._vocab_group.size())
-        return collectives.gather(logits, -1, self._vocab_group, sizes)
+        sizes = even_sizes(self.shape.vocab, self.vocab_group.size())
+        return collectives.gather(logits, -1, self.vocab_group, sizes)
 
     def make_cache(self) -> "StageTokens | None":
         """Return a cache of keys and values for one batch; None if transformers' does not serve."""

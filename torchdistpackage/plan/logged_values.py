@@ -78,6 +78,12 @@ VALUES = (
         read=lambda result: result.task,
     ),
     LoggedValue(
+        "kd_loss",
+        "nats per token",
+        "with a [teacher](distill.md): mean divergence from it, and as `ce_loss` the cross entropy "
+        "beside it",
+    ),
+    LoggedValue(
         "loss",
         "nats per token",
         "mean over the tokens of the global batch; a loss of your own has its own unit, and that "

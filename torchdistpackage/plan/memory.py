@@ -1,7 +1,7 @@
 """Bytes of weights, gradients and optimizer state on one rank, from layouts alone. No torch."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchdistpackage.config.optimizers import ParameterPart
 from torchdistpackage.config.schema import PrecisionSection, RunConfig
@@ -121,6 +121,19 @@ def memory(
         state = ParameterPart(tuple(layout.shape), layout.is_table, stepped)
         optimizer += config.optim.spec.state_bytes(state, wide.num_bytes)
     return MemoryEstimate(weights, gradients, optimizer)
+
+
+def with_frozen(
+    estimate: MemoryEstimate,
+    config: RunConfig,
+    topology: Topology,
+    layouts: Iterable[Layout],
+    rank: int,
+) -> MemoryEstimate:
+    """Return the estimate with the weights of a frozen model beside, of which a rank has all."""
+    width = number_formats(config.precision).weights.num_bytes
+    numbers = (num_elements(x, topology.view(x.view), rank) for x in layouts)
+    return replace(estimate, weights_bytes=estimate.weights_bytes + width * sum(numbers))
 
 
 def _parts(

@@ -31,6 +31,7 @@ from torchdistpackage.plan.resume_check import (
     resumed_from,
 )
 from torchdistpackage.plan.run_plan import Plan, make_plan
+from torchdistpackage.plan.teacher import other_tokenizer
 from torchdistpackage.plan.user_code import unknown_modules
 from torchdistpackage.run_files import CHECKPOINTS, RunDir
 
@@ -43,6 +44,7 @@ def refuse_here(config: RunConfig, source: str, code: str) -> None:
             wrong with the texts.
     """
     problems = absent_files(config) + wrong_files(config) + unknown_modules(config, code)
+    problems += other_tokenizer(config)
     if problems := problems + _unusable_local_dir(config):
         raise ConfigErrors(source, problems)
     if problems := wrong_texts(config):  # the ranks find what is made here
@@ -80,7 +82,7 @@ def job_problems(config: RunConfig, code: str) -> list[Problem]:
     if not (has["container"] or has["conda"]):
         problems += unknown_modules(config, code)
     if not (has["container"] or has["prologue"]):
-        problems += absent_files(config) + wrong_files(config)
+        problems += absent_files(config) + wrong_files(config) + other_tokenizer(config)
     return problems
 
 

@@ -14,6 +14,7 @@ from torchdistpackage.config.job_geometry import GPUS, job_geometry, ranks_per_g
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm import header
 from torchdistpackage.ddp.bucket_plan import MIB, bucket_sizes
+from torchdistpackage.errors import ConfigError, LayoutError
 from torchdistpackage.layout.derive import (
     Creation,
     creations,
@@ -32,9 +33,11 @@ from torchdistpackage.plan.memory import (
     communicators,
     memory,
     number_formats,
+    with_frozen,
 )
 from torchdistpackage.plan.stage_partition import ModelUnits, Stages
 from torchdistpackage.plan.stage_partition import stages as find_stages
+from torchdistpackage.plan.teacher import teacher_config
 from torchdistpackage.plan.user_code import user_targets
 from torchdistpackage.schedule.actions import ActionKind, Program, Schedule, flatten
 from torchdistpackage.schedule.engine import Timeline
@@ -59,6 +62,7 @@ class Plan:
     model: None for a user's own, whose pieces are known once it is built.
     pieces: names a pipeline may be cut between. pipeline: stages, their order and its prediction.
     layouts: by global parameter name.
+    teacher: of a model that this one is distilled from, on the same ranks.
     """
 
     config: RunConfig
@@ -67,6 +71,7 @@ class Plan:
     pieces: tuple[str, ...]
     pipeline: Stages
     layouts: dict[str, Layout]
+    teacher: "Plan | None" = None
 
     @property
     def cp_comm_type(self) -> str:
@@ -231,7 +236,10 @@ def make_plan(
     refuse_model(model, config, source)
     pieces = ModelUnits.of(model)
     plan = Plan(config, world, model, pieces.names, find_stages(config, pieces), {})
-    plan = replace(plan, layouts=model.layouts(plan.stage_of))
+    teacher = None
+    if config.train.distill.teacher is not None:
+        teacher = _teacher_plan(config, model, world_size, source, ranks_per_node)
+    plan = replace(plan, layouts=model.layouts(plan.stage_of), teacher=teacher)
     names = [x.name for x in plan.layouts.values() if plan.is_trained(x.name)]
     if unmatched := config.optim.unmatched_groups(names):
         raise ConfigErrors(source, [config.problem(*x) for x in unmatched.items()])
@@ -239,6 +247,37 @@ def make_plan(
     for load in stage_loads(plan) if config.train.recompute == "auto" else ():
         activation_budget_gb(config, load.memory, f"{source}: the rank at pipe {load.index}")
     return plan
+
+
+def _teacher_plan(
+    config: RunConfig,
+    student: ModelSpec,
+    world_size: int,
+    source: str,
+    ranks_per_node: int | None,
+) -> Plan:
+    """Return the plan of the teacher on the ranks of the student.
+
+    Raises:
+        ConfigError: the teacher does not fit these ranks, or has another vocabulary.
+    """
+    key, folder = "train.distill.teacher", config.train.distill.teacher
+    try:
+        own_config = teacher_config(config)
+        plan = make_plan(own_config, world_size, source, ranks_per_node=ranks_per_node)
+    except ConfigErrors as error:
+        texts = [f"{folder}: {problem.text}" for problem in error.problems]
+    except (ConfigError, LayoutError) as error:
+        texts = [str(error)]
+    else:
+        assert plan.shape is not None
+        if (number := plan.shape.vocab) == student.shape.vocab:
+            return plan
+        texts = [
+            f"{folder} has a vocabulary of {number} ids, but the model has {student.shape.vocab}; "
+            f"name a teacher whose logits are of the same ids"
+        ]
+    raise ConfigErrors(source, [config.problem(key, text) for text in texts])
 
 
 def _shard_in_nodes(
@@ -361,6 +400,10 @@ def rank_memory(
 ) -> MemoryEstimate:
     """Return the memory of a rank with these parameters, with NCCL's communicators on a GPU."""
     estimate = memory(plan.config, plan.topology, layouts, rank, plan.packed)
+    if plan.teacher is not None:
+        place, every = plan.topology.dense.coord(rank)["pipe"], plan.teacher.layouts.values()
+        frozen = [x for x in every if not x.stages or place in x.stages]
+        estimate = with_frozen(estimate, plan.teacher.config, plan.topology, frozen, rank)
     if not on_gpu:
         return estimate
     connected = communicators(

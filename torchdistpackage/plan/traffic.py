@@ -45,6 +45,8 @@ def uncounted(plan: Plan) -> str | None:
         return "known once the run has chosen what is computed again (train.recompute: auto)"
     if config.model.loss is not None:
         return f"known once {config.model.loss} runs"
+    if plan.teacher is not None:
+        return "not counted for a run with a teacher (train.distill)"
     if not _all_stages_send_back(plan):
         return "not counted for stages in front of the first adapter, which get no gradients"
     if config.has_reference and plan.zero == 3 and not config.has_reference_copy:

@@ -55,6 +55,7 @@ from torchdistpackage.train.callbacks import (
 )
 from torchdistpackage.train.compiled import compile_blocks
 from torchdistpackage.train.data_build import blend_of, build_data, build_eval_sets
+from torchdistpackage.train.distillation import DistillLoss, LogitsOf
 from torchdistpackage.train.early_stop import EarlyStop
 from torchdistpackage.train.learning_rate import learning_rate
 from torchdistpackage.train.log import StepLog, print_line
@@ -168,7 +169,9 @@ def build_task(model: StagedModel) -> TaskLoss | None:
     """Return what decides the loss of a run; None: its model, by the next token. Call it before
     training, while the weights are those of a reference.
     """
-    spec = model.plan.config.data.spec
+    spec, teacher = model.plan.config.data.spec, model.plan.teacher
+    if teacher is not None:
+        return distillation_task(model, teacher)
     return None if spec is None or not spec.task else resolve(spec.task)(model)
 
 
@@ -191,6 +194,28 @@ def preference_task(model: StagedModel) -> PreferenceLoss:
     )
 
 
+def distillation_task(model: StagedModel, teacher_plan: Plan) -> DistillLoss:
+    """Return the loss of a run with a teacher, whose weights all ranks read together."""
+    config = model.plan.config
+    stage, layouts, loss = _stage(teacher_plan, model.device, model.sequence)
+    stage.requires_grad_(False).eval()
+    teacher = replace(model, plan=teacher_plan, stage=stage, layouts=layouts, loss=loss)
+    seed_rank(config.run.seed, model.plan.topology.dense, model.rank)
+    executor = Executor(
+        evaluation(teacher_plan.schedule, config.pipeline.microbatches),
+        tpc.get_group("pipe"),
+        device=model.device,
+        timeout_s=start_timeout_s(config),
+    )
+    return DistillLoss(
+        teacher,
+        executor,
+        config.train.distill,
+        logits_of=LogitsOf.last_stage(model.stage),
+        teacher_logits_of=LogitsOf.last_stage(stage),
+    )
+
+
 def build_model(plan: Plan, rank: int, device: torch.device) -> StagedModel:
     """Return the stages of `rank` with their initial weights. Needs and sets up the same as
     `build`.
@@ -206,6 +231,7 @@ def build_model(plan: Plan, rank: int, device: torch.device) -> StagedModel:
     seed_rank(config.run.seed, plan.topology.dense, rank)
     sequence = sequence_over(tpc.get_group("context"), config.parallel.cp_comm_type)
     stage, layouts, loss = _stage(plan, device, sequence)
+    tpc.prepare(sums=layouts.values(), num_data=plan.zero_group)
     check_declared(stage, layouts)
     use_float8(stage, device, config.precision.fp8)
     autocast = torch.bfloat16 if config.precision.dtype == "bf16" else None
@@ -385,7 +411,6 @@ def _stage(
         initialize(stage, layouts, plan.topology, tpc.rank, config.run.seed, drawn)
     else:
         initialize(stage, layouts, plan.topology, tpc.rank, config.run.seed)
-    tpc.prepare(sums=layouts.values(), num_data=plan.zero_group)
     return stage, layouts, loss
 
 

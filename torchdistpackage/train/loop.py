@@ -213,7 +213,9 @@ class Loop:
         self.state.owes_validation, self.state.val_loss = loss is None, loss
         self.state.set_losses = sets or {}
         if loss is not None and (task := self.trainer.task) is not None:
-            self.log.note(f"validated: loss {loss:.4f}  {task.text(self.trainer.val_task)}")
+            self.log.note(
+                f"validated: loss {loss:.4f}  {task.text(self.trainer.val_task)}".rstrip()
+            )
         if loss is not None and sets:
             self.log.note(*evaluation_lines(loss, sets, of_tokens=self.log.in_nats))
         if loss is not None:

@@ -247,7 +247,9 @@ class Trainer(StagedModel):
     def limit(self, seconds: float) -> None:
         """Time limit of every later collective and message."""
         tpc.groups.set_timeout(seconds)
-        self.executor.timeout_s = self.evaluator.timeout_s = seconds
+        others = () if self.task is None else self.task.executors
+        for executor in (self.executor, self.evaluator, *others):
+            executor.timeout_s = seconds
 
     # -- validation --------------------------------------------------------------------
 
@@ -355,7 +357,7 @@ class Trainer(StagedModel):
     ) -> None:
         """Add (loss sum, count) of the round to `totals` if this rank reports it."""
         phases, (inputs, targets, positions) = self.phases, batch
-        loss = self._task_loss(inputs, targets)
+        loss = self._task_loss(batch)
         with phases("messages"), reducing(self._reducers, reduces) as reducers:
             executor.run(
                 self.forward_and_loss(executor, inputs, targets, totals, positions, loss),
@@ -365,15 +367,13 @@ class Trainer(StagedModel):
                 record=record,
             )
 
-    def _task_loss(
-        self, inputs: Sequence[Tensor], targets: Sequence[Tensor]
-    ) -> MicrobatchLoss | None:
+    def _task_loss(self, batch: Microbatches) -> MicrobatchLoss | None:
         """Return the loss of the task, after what runs before the model; None without a task."""
         if self.task is None:
             return None
         run = partial(self.evaluator.run, around=lambda _: self.phases("forward"))
         with self.phases("messages"), self.reducer.no_sync():
-            return self.task.loss_of(self, self.evaluator, run, inputs, targets)
+            return self.task.loss_of_batch(self, self.evaluator, run, batch)
 
     def _take_task(self) -> Tensor | None:
         """Return this rank's sums of the task since the last call; None without a task."""

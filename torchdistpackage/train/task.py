@@ -16,7 +16,7 @@ from torchdistpackage.comm.primitives import Group
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.losses import totals_on
 from torchdistpackage.plan.run_plan import TASK_ROOM
-from torchdistpackage.train.staged_model import MicrobatchLoss, StagedModel
+from torchdistpackage.train.staged_model import Microbatches, MicrobatchLoss, StagedModel
 
 Run = Callable[..., None]
 """A function like `Executor.run`, with its surroundings."""
@@ -25,10 +25,12 @@ Run = Callable[..., None]
 class TaskLoss:
     """Base class of the losses of tasks. device: of the sums.
 
-    unit: the samples over which the loss is a mean, as the log names them.
+    unit: the samples over which the loss is a mean, as the log names them. executors: of further
+    models that run beside the trained one; their messages have the time limit of the run's.
     """
 
     unit: ClassVar[str] = "samples"
+    executors: Sequence[Executor] = ()
 
     def __init__(self, device: torch.device):
         self._sums = totals_on(device, TASK_ROOM)
@@ -46,6 +48,12 @@ class TaskLoss:
         executor: forward alone; run: its `run`, for what has to go forward before the model does.
         """
         raise NotImplementedError
+
+    def loss_of_batch(
+        self, model: StagedModel, executor: Executor, run: Run, batch: Microbatches
+    ) -> MicrobatchLoss:
+        """Return `loss_of` for samples that may have positions of their own."""
+        return self.loss_of(model, executor, run, batch.inputs, batch.targets)
 
     def add(self, sums: Sequence[Tensor]) -> None:
         """Add sums over samples, numbers each, on the one rank that reports them; at most

@@ -1,0 +1,148 @@
+"""Training on the next-token distribution of a frozen teacher, beside the tokens of the data.
+
+Before each pass over the microbatches the teacher runs its forwards on them by the same schedule,
+as the reference of preference pairs does. The last stage keeps its logits until the model's own
+forward of the same microbatch.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.config.schema import DistillSection
+from torchdistpackage.data.source import IGNORE
+from torchdistpackage.parallel.pipeline.executor import Executor
+from torchdistpackage.parallel.pipeline.losses import totals_on
+from torchdistpackage.parallel.tensor.divergence import vocab_parallel_divergence
+from torchdistpackage.parallel.tensor.embedding import vocab_range
+from torchdistpackage.train.staged_model import (
+    Microbatches,
+    MicrobatchLoss,
+    StagedModel,
+    TrainStages,
+)
+from torchdistpackage.train.task import Run, TaskLoss
+
+
+@dataclass(frozen=True)
+class LogitsOf:
+    """The logits of a model, from the outputs of its last stage.
+
+    group: ranks that share the vocabulary; None: each has all of it. rows_dim: the dim of outputs
+    along which samples lie. whole: joins outputs to logits (B, S, V).
+    """
+
+    group: Group | None
+    rows_dim: int
+    whole: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def last_stage(cls, stages: TrainStages) -> "LogitsOf":
+        """Return it for one of our models; all stages of a rank say the same."""
+        any_stage: Any = next(iter(stages.children()))
+        return cls(any_stage.vocab_group, getattr(any_stage, "rows_dim", 0), any_stage.whole_logits)
+
+    def own_columns(self, outputs: Tensor | tuple[Tensor, ...]) -> Tensor:
+        """Return this rank's logits (B, S, V/n), of outputs that may have those of routers too."""
+        logits = outputs[0] if isinstance(outputs, tuple) else outputs
+        return logits.movedim(self.rows_dim, 0)
+
+
+class DistillLoss(TaskLoss):
+    """The loss of a run with a teacher: kd_ratio x divergence + (1 - kd_ratio) x cross entropy.
+
+    A validation measures the cross entropy alone, so that it compares with runs without a teacher.
+
+    teacher: frozen, on the ranks of the model. executor: runs it, forward alone; that of the model
+    would expect messages of the model's width.
+    """
+
+    unit = "tokens"
+
+    def __init__(
+        self,
+        teacher: StagedModel,
+        executor: Executor,
+        options: DistillSection,
+        *,
+        logits_of: LogitsOf,
+        teacher_logits_of: LogitsOf,
+    ):
+        super().__init__(teacher.device)
+        self.executors = (executor,)
+        self._teacher, self._options = teacher, options
+        self._logits_of, self._teacher_logits_of = logits_of, teacher_logits_of
+
+    def means(self, sums: Sequence[float], count: float) -> dict[str, float]:
+        """Return the parts of the loss; {} in a validation, which has one."""
+        divergence, cross_entropy, num_tokens = sums[:3]
+        if not num_tokens:
+            return {}
+        means = {"kd_loss": divergence / num_tokens}
+        if self._options.kd_ratio < 1:
+            means["ce_loss"] = cross_entropy / num_tokens
+        return means
+
+    def text(self, means: Mapping[str, float]) -> str:
+        return "  ".join(f"{name} {value:.4f}" for name, value in means.items())
+
+    def loss_of_batch(
+        self, model: StagedModel, executor: Executor, run: Run, batch: Microbatches
+    ) -> MicrobatchLoss:
+        """Run the teacher on these microbatches, and return the model's loss of them."""
+        if not model.stage.training:
+            return lambda outputs, targets, m: model.loss(outputs, targets)
+        teacher_logits: dict[int, Tensor] = {}
+
+        def keep(outputs: Tensor, targets: Tensor, m: int) -> tuple[Tensor, Tensor]:
+            teacher_logits[m] = self._columns_of_model(outputs)
+            return torch.zeros((), device=targets.device), torch.zeros((), device=targets.device)
+
+        inputs, targets, positions = batch
+        own_executor = self.executors[0]
+        forward = self._teacher.forward_and_loss(
+            own_executor, inputs, targets, totals_on(model.device), positions, loss=keep
+        )
+        own_executor.run(forward)
+        return partial(self._loss, model, teacher_logits)
+
+    def _columns_of_model(self, outputs: Tensor) -> Tensor:
+        """Return the teacher's logits of the columns that this rank of the model has."""
+        own, teacher = self._logits_of.group, self._teacher_logits_of
+        if (own is None) == (teacher.group is None):
+            return teacher.own_columns(outputs)
+        logits = teacher.whole(outputs)
+        if own is None:
+            return logits
+        first, number = vocab_range(logits.shape[-1], own)
+        return logits[..., first : first + number].clone()  # the other columns are not needed
+
+    def _loss(
+        self,
+        model: StagedModel,
+        teacher_logits: dict[int, Tensor],
+        outputs: Tensor,
+        targets: Tensor,
+        m: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (sum of the tokens' losses, number of tokens that count)."""
+        ratio, counts = self._options.kd_ratio, targets != IGNORE
+        of_tokens = vocab_parallel_divergence(
+            self._logits_of.own_columns(outputs),
+            teacher_logits.pop(m),
+            self._logits_of.group,
+            beta=self._options.beta,
+            temperature=self._options.temperature,
+        )
+        divergence, count = (of_tokens * counts).sum(), counts.sum()
+        cross_entropy = torch.zeros_like(divergence)
+        if ratio < 1:
+            cross_entropy, _ = model.loss(outputs, targets)
+        if model.tells_loss:
+            self.add([divergence, cross_entropy, count])
+        return ratio * divergence + (1 - ratio) * cross_entropy, count
