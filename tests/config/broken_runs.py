@@ -336,6 +336,16 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "optim.groups[1] a, b neither lr nor weight_decay",
     ),
     (
+        {"train__label_smoothing": 0.1, "model__loss": "a:b"},
+        "train.label_smoothing",
+        "label_smoothing=0.1 model.loss=a:b set it to 0",
+    ),
+    (
+        {"train__neftune_noise_alpha": 5.0, "model__target": "a:b", "model__name": None},
+        "train.neftune_noise_alpha",
+        "neftune_noise_alpha=5 model.target=a:b null",
+    ),
+    (
         {"train__early_stop": {"metric": "wbe"}, "data__eval": {"web": "web.txt"}},
         "train.early_stop.metric",
         "early_stop.metric=wbe val_loss, web eval_NAME",

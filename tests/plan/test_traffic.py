@@ -110,6 +110,7 @@ def rest():
     yield 4, "gpt", "context=4", "cp_comm_type=a2a+p2p", *_longer(16)
     yield 4, "gpt", "context=2", TP, SP, "model.kv_heads=2"
     yield 2, "gpt", TP, "train.recompute=blocks", "model.dropout=0.1"
+    yield 4, "llama", TP, "pipe=2", "train.label_smoothing=0.1"
     yield 2, "gpt", TP, SP, *MOE, "model.moe.shared_hidden=8", *AUTOCAST
     yield 2, "gpt", TP, SP, *MOE, "train.recompute=blocks"
     yield 2, "gpt", "data=2", *MOE, "model.moe.balance=bias"

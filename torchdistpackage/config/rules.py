@@ -411,6 +411,34 @@ def _the_stop_has_a_value(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
+@rule("train.label_smoothing", "model.loss", "data.name", "data.target")
+def _smoothed_labels_are_tokens(c: RunConfig, world_size: int | None) -> str | None:
+    smoothing, spec = c.train.label_smoothing, c.data.spec
+    if not smoothing:
+        return None
+    if c.model.loss is not None:
+        why = f"the loss is that of model.loss={c.model.loss}"
+    elif spec is not None and spec.task:
+        why = f"data.name={c.data.name} has a loss of its own"
+    else:
+        return None
+    return (
+        f"train.label_smoothing={smoothing:g} is for the cross entropy of tokens, but {why}; set "
+        f"it to 0"
+    )
+
+
+@rule("train.neftune_noise_alpha", "model.target")
+def _noise_has_an_embedding(c: RunConfig, world_size: int | None) -> str | None:
+    alpha, target = c.train.neftune_noise_alpha, c.model.target
+    if alpha is None or target is None:
+        return None
+    return (
+        f"train.neftune_noise_alpha={alpha:g} changes the vectors of tokens, which are not known "
+        f"in model.target={target}; add the noise in its forward, and set the key to null"
+    )
+
+
 @rule("train.early_stop.metric", "train.eval_every")
 def _the_stop_is_measured(c: RunConfig, world_size: int | None) -> str | None:
     if c.train.early_stop.metric is None or c.train.eval_every:

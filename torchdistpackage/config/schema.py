@@ -393,6 +393,16 @@ class TrainSection(Section):
         description="Number of steps between searches for a rank that slows down the others, "
         "which the log then names; 0 is off.",
     )
+    label_smoothing: k.BelowOne = Field(
+        default=0.0,
+        description="Share of each target's probability that is spread over all tokens in "
+        "training (transformers' label_smoothing_factor). Validations take targets as they are.",
+    )
+    neftune_noise_alpha: k.PositiveOrNull = Field(
+        default=None,
+        description="Noise on the vectors of tokens in training, as in NEFTune (arXiv:2310.05914): "
+        "uniform up to this / sqrt(data.seq_len x channels). 5 to 15 is usual; null is off.",
+    )
     dpo: DpoSection = default(DpoSection)
     early_stop: EarlyStopSection = default(EarlyStopSection)
     distill: DistillSection = default(DistillSection)

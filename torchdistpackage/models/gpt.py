@@ -6,7 +6,7 @@ the embedding, activations pass between blocks, logits come out of the head. Act
 (S, B, D), and (S/n, B, D) under sequence parallelism.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,10 @@ ACTIVATIONS = {
     "swiglu": F.silu,
 }
 """Activation function by the kind of MLP; swiglu has a gate too."""
+
+
+Noise = Callable[..., Tensor]
+"""Called as noise(vectors), or as noise(vectors, index, number) with a slice of them."""
 
 
 class GPT(Grouped):
@@ -155,6 +159,15 @@ class GPT(Grouped):
             return x
         return self.head(x[-1:] if tokens.last_only else x)
 
+    def add_embedding_noise(self, noise: Noise) -> None:
+        """Let `noise` change the vectors of tokens in training, before positions and dropout.
+
+        It is called with the vectors of all tokens, or with those of slice `index` of `number`
+        along dim 0, and returns as many.
+        """
+        assert self.embed is not None, "another stage embeds"
+        self.embed.noise = noise
+
     def make_cache(self) -> GPTCache | None:
         """Return a cache of keys and values for one batch, or None if tokens cannot be computed one
         at a time (sequence parallelism, experts with a capacity).
@@ -164,7 +177,11 @@ class GPT(Grouped):
         return None if is_alone else GPTCache(self)
 
     def loss(
-        self, logits: Tensor, targets: Tensor, ignore_index: int = -100
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """Return (sum of the tokens' losses, number of tokens counted): two scalars, equal over the
         group.
@@ -172,7 +189,12 @@ class GPT(Grouped):
         logits (S, B, V/n) as `forward` gives them; targets (B, S) int64.
         """
         losses = vocab_parallel_cross_entropy(
-            logits, targets.t(), self.group, vocab=self.shape.vocab, ignore_index=ignore_index
+            logits,
+            targets.t(),
+            self.group,
+            vocab=self.shape.vocab,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
         )
         return losses.sum(), (targets != ignore_index).sum()
 
@@ -225,6 +247,7 @@ class Embed(VocabParallelEmbedding):
         super().__init__(
             shape.vocab, shape.dim, sequence_parallel=shape.sequence_parallel, **common
         )
+        self.noise: Noise | None = None
         split = shape.sequence_parallel
         self.drop = Dropout(dropout, split=split, group=self.group, axis=self.axis)
 
@@ -236,6 +259,9 @@ class Embed(VocabParallelEmbedding):
 
     def forward(self, ids: Tensor, tokens: Tokens | None = None) -> Tensor:
         x = super().forward(ids.t())
+        if self.noise is not None and self.training:
+            is_shared = self.shape.sequence_parallel
+            x = self.noise(x, self.group.rank(), self.group.size()) if is_shared else self.noise(x)
         if self.position is not None:
             x = x + self._positions(ids.shape[1], tokens or Tokens(ids.shape[1]))
         return self.drop(x)

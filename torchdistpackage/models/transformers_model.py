@@ -10,7 +10,7 @@ them nothing changes: the first block takes its slice of the embedded sequence, 
 result is gathered for the norm and the head.
 """
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -361,7 +361,11 @@ class TransformersStage(nn.Module):
         return output.logits, output.aux_loss
 
     def loss(
-        self, outputs: Outputs, targets: Tensor, ignore_index: int = IGNORE
+        self,
+        outputs: Outputs,
+        targets: Tensor,
+        ignore_index: int = IGNORE,
+        label_smoothing: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """Return (sum of the tokens' losses, number of tokens counted).
 
@@ -377,11 +381,16 @@ class TransformersStage(nn.Module):
                 self.vocab_group,
                 vocab=self.shape.vocab,
                 ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
                 reduction="sum",
             )
         else:
             total = F.cross_entropy(
-                logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="sum"
+                logits.flatten(0, 1),
+                targets.flatten(),
+                ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
+                reduction="sum",
             )
         if isinstance(outputs, tuple) and self._top_k:
             load = router_loss_sum(outputs[1], count, self._top_k)
@@ -398,6 +407,16 @@ class TransformersStage(nn.Module):
             return logits
         sizes = even_sizes(self.shape.vocab, self.vocab_group.size())
         return collectives.gather(logits, -1, self.vocab_group, sizes)
+
+    def add_embedding_noise(self, noise: Callable[[Tensor], Tensor]) -> None:
+        """Let `noise` change the vectors of tokens in training, in the place of transformers'."""
+        decoder: Any = self.decoder
+        base = decoder.base if isinstance(decoder, DecoderStage) else decoder
+
+        def add(module: nn.Module, _: object, vectors: Tensor) -> Tensor:
+            return noise(vectors) if module.training else vectors
+
+        base.get_input_embeddings().register_forward_hook(add)
 
     def make_cache(self) -> "StageTokens | None":
         """Return a cache of keys and values for one batch; None if transformers' does not serve."""

@@ -131,6 +131,7 @@ def microbatch(plan: Plan, rank: int) -> Microbatch:
         drops=config.model.dropout > 0,
         has_positions=config.data.document_masks,
         by_row=config.data.is_preference,
+        smooths=config.train.label_smoothing > 0,
     )
 
 

@@ -52,7 +52,7 @@ class Microbatch:
     stream: dtype of what goes from block to block; products: of what layers multiply; losses: of
     the sums of a loss. recomputed: blocks are computed again in the backward. drops: with dropout.
     has_positions: each sample has its own, as documents have. trains: a backward follows. by_row:
-    the loss is asked of each sample.
+    the loss is asked of each sample. smooths: with label smoothing.
     """
 
     samples: int
@@ -68,11 +68,14 @@ class Microbatch:
     has_positions: bool = False
     trains: bool = True
     by_row: bool = False
+    smooths: bool = False
 
     @property
     def forward_alone(self) -> "Microbatch":
-        """The same without a backward, in which nothing is drawn or computed again."""
-        return replace(self, trains=False, recomputed=False, drops=False)
+        """The same without a backward, in which nothing is drawn, smoothed or computed
+        again.
+        """
+        return replace(self, trains=False, recomputed=False, drops=False, smooths=False)
 
     @property
     def rows(self) -> int:

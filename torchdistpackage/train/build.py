@@ -57,10 +57,11 @@ from torchdistpackage.train.compiled import compile_blocks
 from torchdistpackage.train.data_build import blend_of, build_data, build_eval_sets
 from torchdistpackage.train.distillation import DistillLoss, LogitsOf
 from torchdistpackage.train.early_stop import EarlyStop
+from torchdistpackage.train.embedding_noise import EmbeddingNoise
 from torchdistpackage.train.learning_rate import learning_rate
 from torchdistpackage.train.log import StepLog, print_line
 from torchdistpackage.train.loop import Callback, Loop
-from torchdistpackage.train.losses import from_user, token_cross_entropy
+from torchdistpackage.train.losses import from_user, smoothed, token_cross_entropy
 from torchdistpackage.train.optimizers import make_optimizer
 from torchdistpackage.train.own_model import own_stages
 from torchdistpackage.train.preference import PreferenceLoss
@@ -92,6 +93,11 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
     """
     config, model = plan.config, build_model(plan, rank, device)
     stage, layouts = model.stage, model.layouts
+    if (alpha := config.train.neftune_noise_alpha) is not None and model.has_first:
+        first = stage.get_submodule("0")
+        first.add_embedding_noise(EmbeddingNoise(alpha, config.data.seq_len))
+        # making layers has drawn numbers, more where a rank has more of them
+        seed_rank(config.run.seed, plan.topology.dense, rank)
     compile_blocks(stage, config.train.compile_backend, config.train.compile)
     tables = {name for name, layout in layouts.items() if layout.is_table}
     global_names = {name: layout.name for name, layout in layouts.items()}
@@ -399,6 +405,8 @@ def _stage(
     stage = TrainStages(stages)
     named = {name for name, _ in stage.named_parameters()}
     layouts = {name: layout for name, layout in by_name.items() if name in named}
+    if config.train.label_smoothing:
+        loss = smoothed(loss, stage, config.train.label_smoothing)
     if config.model.loss is not None:
         loss = from_user(user_object(config.model.loss), whole_outputs)
     if plan.model is not None and (folder := config.model.initial_folder) is not None:

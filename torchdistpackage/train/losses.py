@@ -4,21 +4,42 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchdistpackage.data.source import IGNORE
 from torchdistpackage.errors import DataError
 from torchdistpackage.train.staged_model import LossFn
 
 
-def token_cross_entropy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def token_cross_entropy(
+    outputs: Tensor, targets: Tensor, label_smoothing: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Return the cross entropy of outputs (..., V) and targets (...) int64; targets of -100 do not
     count.
     """
     total = F.cross_entropy(
-        outputs.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+        outputs.flatten(0, -2),
+        targets.flatten(),
+        ignore_index=IGNORE,
+        label_smoothing=label_smoothing,
+        reduction="sum",
     )
     return total, (targets != IGNORE).sum()
+
+
+def smoothed(
+    loss: Callable[..., tuple[Tensor, Tensor]], stage: nn.Module, label_smoothing: float
+) -> LossFn:
+    """Return a loss whose labels are smoothed while `stage` trains; a validation takes them as they
+    are, so that its perplexity is one of tokens.
+    """
+
+    def loss_of(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        if not stage.training:
+            return loss(outputs, targets)
+        return loss(outputs, targets, label_smoothing=label_smoothing)
+
+    return loss_of
 
 
 def from_user(

@@ -272,11 +272,11 @@ class CallPlace:
 
     def loss(self) -> Iterator[CallCount]:
         """Yield the calls of a loss of logits cut by columns: each token's largest logit, then two
-        sums over its logits."""
+        sums over its logits, or three with label smoothing."""
         of, what = self.of, "of the softmax of the loss"
         tokens, number = (of.tokens, of.samples) if of.by_row else (of.rows, 1)
         yield self._call("all_reduce", tokens, of.losses, what, number)
-        yield self._call("all_reduce", 2 * tokens, of.losses, what, number)
+        yield self._call("all_reduce", (2 + of.smooths) * tokens, of.losses, what, number)
 
     def _sum(self, width: int, dtype: str, number: int = 1) -> CallCount:
         return self._call("all_reduce", self.of.rows * width, dtype, "activations", number)

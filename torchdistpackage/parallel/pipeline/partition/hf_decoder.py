@@ -60,6 +60,11 @@ class DecoderStage(nn.Module):
             self.__dict__["_model"] = model_copy = copy(model)
             model_copy.__dict__["_modules"] = self._modules
 
+    @property
+    def base(self) -> nn.Module:
+        """Return this stage's part of the model without its head."""
+        return getattr(self, self._prefix)
+
     def forward(
         self,
         x: Tensor,
