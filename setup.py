@@ -30,6 +30,8 @@ TENSORBOARD = ["tensorboard>=2.18"]
 # The other two bring fifteen packages and thirty: tested against a contract where they are not.
 WANDB = ["wandb>=0.22"]
 MLFLOW = ["mlflow-skinny>=3.4"]
+# Brings thirty packages, datasets among them: its tests are skipped where it is not installed.
+LM_EVAL = ["lm-eval>=0.4.9"]
 SHOWN = [*REPORT, *TENSORBOARD]
 DEV = [*TOOLS, *PLOT, *HF, *TYPES, *SITE, *PARQUET, *INT8, *SHOWN, "scikit-learn>=1.4"]
 
@@ -72,6 +74,7 @@ setup(
         "tensorboard": TENSORBOARD,
         "wandb": WANDB,
         "mlflow": MLFLOW,
+        "lm-eval": LM_EVAL,
         "site": SITE,
         "dev": DEV,
     },

@@ -39,6 +39,7 @@ MAY_NAME_MODULES = {
     "cli/comm.py": "what runs in ranks, or as threads in their place, with torch",
     "cli/comm_bench.py": "what runs in ranks, with torch",
     "cli/data.py": "what reads samples as a rank does, with torch",
+    "cli/eval.py": "lm-eval, for --lm-eval alone",
     "cli/export.py": "what writes weights, with torch, once all has been checked",
     "cli/jobs.py": "yaml, which submitted runs need not",
     "cli/parity.py": "what runs in ranks, with torch",
@@ -67,6 +68,7 @@ MAY_NAME_MODULES = {
     "train/compiled.py": "hooks of our own, told from others by where they are defined",
     "train/job.py": "what runs in ranks, with torch",
     "data/tokens/token_workers.py": "what another process runs",
+    "train/harness_calls.py": "lm-eval, on rank 0 of an evaluation by its tasks",
     "train/trackers/feed.py": "libraries of services, for the runs that log to them",
 }
 """Files with modules of ours in strings; `lazy.py` says when that is right."""

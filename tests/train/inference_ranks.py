@@ -15,17 +15,17 @@ from torchdistpackage.train.build import build_model
 from torchdistpackage.train.generate import generate, generate_batch
 from torchdistpackage.train.inference import Answer, load_weights, perform
 from torchdistpackage.train.inference_request import (
-    EvalRequest,
-    GenerateRequest,
+    Request,
     Sampling,
     TrainedWeights,
 )
+from torchdistpackage.train.row_scores import RowScore, ScoredRow, score_rows
 
 CPU = torch.device("cpu")
 
 
 def answer(
-    folder: str, config: RunConfig, weights: TrainedWeights, request: GenerateRequest | EvalRequest
+    folder: str, config: RunConfig, weights: TrainedWeights, request: Request
 ) -> tuple[Answer, str]:
     """What a rank answers, and what it writes. folder: where it is called, as paths may say."""
     written: list[str] = []
@@ -59,6 +59,15 @@ def tokens(
     model = build_model(make_plan(config, dist.get_world_size()), dist.get_rank(), CPU)
     load_weights(model, weights)
     return list(islice(generate(model, prompt, how, window, None), number))
+
+
+def row_scores(
+    config: RunConfig, weights: TrainedWeights, rows: Sequence[ScoredRow], batch: int
+) -> list[RowScore]:
+    """The scores of rows on this rank."""
+    model = build_model(make_plan(config, dist.get_world_size()), dist.get_rank(), CPU)
+    load_weights(model, weights)
+    return score_rows(model, rows, batch, None)
 
 
 def batch_tokens(

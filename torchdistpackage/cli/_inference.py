@@ -13,9 +13,11 @@ from typing import Annotated, Any
 
 import typer
 
+from torchdistpackage.bounded import parse_json
 from torchdistpackage.checkpoint.commit import latest
 from torchdistpackage.cli._common import ListedIn, Overrides, refusal
 from torchdistpackage.config.check import old_packages
+from torchdistpackage.config.data_section import DataSection
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.hugging_face import (
     ADAPTER_FILE,
@@ -28,6 +30,8 @@ from torchdistpackage.config.hugging_face import FILE as CONFIG
 from torchdistpackage.config.load import load, loads, override_problems
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.yaml_loader import write
+from torchdistpackage.data.tokens.documents import TextSource
+from torchdistpackage.data.tokens.prompts import ByteCodec, TokenCodec, TokenizerCodec
 from torchdistpackage.data.tokens.template_date import dated, needs_date, today
 from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import CheckpointError, ConfigError, DataError
@@ -39,9 +43,8 @@ from torchdistpackage.plan.run_plan import local_procs, make_plan
 from torchdistpackage.run_files import CHECKPOINTS, RESOLVED
 from torchdistpackage.topology.mesh import DEFAULT_ORDER
 from torchdistpackage.train.inference_request import (
-    EvalRequest,
-    GenerateRequest,
     RankRefusal,
+    Request,
     TrainedWeights,
 )
 
@@ -89,6 +92,7 @@ _FORWARD_KEYS: Mapping[str, object] = {
 """Keys that only training needs, with neutral values; weights and losses do not depend on them."""
 _NO_POSITIONS = 1024
 """Window in tokens for a model whose config.json names no number of positions."""
+_STOPS_IN = ("generation_config.json", "config.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +234,38 @@ def find_source(
     raise refusal(command, problems)
 
 
+def codec_of(
+    folder: Path | None, source: ModelSource, data: DataSection, problems: list[str]
+) -> TokenCodec | None:
+    """Return the codec that encodes prompts as `data` encodes documents, without an end token."""
+    if folder is None:
+        return ByteCodec()
+    if wrong := source.tokenizer_problems(folder):
+        problems += wrong
+        return None
+    try:
+        ends = TextSource("text", "", str(folder), data.field, data.bos, "off").ends
+        return TokenizerCodec(folder, bos=ends.bos)
+    except DataError as error:
+        problems.append(str(error))
+        return None
+
+
+def stops_of(source: ModelSource, codec: TokenCodec | None, problems: list[str]) -> tuple[int, ...]:
+    """Return the ids that end a text; for a transformers folder those that its files name."""
+    for name in _STOPS_IN if not source.is_run else ():
+        if not (file := source.path / name).is_file():
+            continue
+        try:
+            ids = parse_json(file.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            problems.append(f"{file} cannot be read: {error}")
+            continue
+        if ids is not None:
+            return tuple(ids if isinstance(ids, list) else [ids])
+    return () if codec is None or codec.stop is None else (codec.stop,)
+
+
 def _yaml_of(folder: Path) -> str:
     """Return YAML of a run whose model is that of a transformers folder.
 
@@ -260,7 +296,7 @@ def quoted(path: str | Path) -> str:
     return json.dumps(str(path), ensure_ascii=False)
 
 
-def on_ranks(source: ModelSource, config: RunConfig, request: GenerateRequest | EvalRequest) -> Any:
+def on_ranks(source: ModelSource, config: RunConfig, request: Request) -> Any:
     """Run a request on all ranks; return the answer of rank 0, or under a launcher of this rank.
 
     Raises:

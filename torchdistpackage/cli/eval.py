@@ -3,8 +3,11 @@
 import json
 import math
 import os
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -23,13 +26,22 @@ from torchdistpackage.cli._inference import (
 from torchdistpackage.config.check import absent_files
 from torchdistpackage.config.data_section import DATA, KIND_OF_SUFFIX, OWN_KEYS, ROWS, DataSection
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.config.text_ends import TextEnds
+from torchdistpackage.data.tokens.documents import TextSource
+from torchdistpackage.data.tokens.prompts import TokenCodec
 from torchdistpackage.data.tokens.texts import text_parts, tokenized_part
 from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import DataError
-from torchdistpackage.train.inference_request import EvalRequest, EvalResult
+from torchdistpackage.lazy import resolve
+from torchdistpackage.models.registry import model_of
+from torchdistpackage.train.inference_request import EvalRequest, EvalResult, HarnessRequest
 
 _COMMAND = "tdp eval"
 _MICROBATCHES = 4
+_ROWS = 8
+UNKNOWN_TASKS = "torchdistpackage.train.lm_eval_model:unknown_tasks"
+_LINE_BREAK = 10
+"""The byte that stands before a text without context, for a model of bytes."""
 _WINDOW = 1024
 """Window for a transformers folder; a longer one gives a lower loss and takes more memory."""
 
@@ -50,13 +62,57 @@ def eval(
     pipe: Pipe = None,
     tensor: Tensor = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    lm_eval: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TASKS",
+            help="Evaluate on these tasks of EleutherAI's lm-eval instead, separated by commas.",
+        ),
+    ] = None,
+    task_path: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Folder with further task files.")
+    ] = None,
+    num_fewshot: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=0, help="Examples before each question of a task."),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Number of documents of each task.")
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Number of texts of a task in a forward; default 8."),
+    ] = None,
 ) -> None:
     """Measure the loss and perplexity of a trained model, on any layout.
 
     It reads the validation part of the run's data, or all of --data. Each token is predicted once,
     in windows of data.seq_len. The numbers are the same on every layout.
+
+    With --lm-eval it prints the metrics of tasks instead.
     """
     problems, changes = list[str](), list(overrides or ())
+    if lm_eval is not None:
+        if data is not None:
+            problems.append("--data has no effect with --lm-eval; leave out one of them")
+        _evaluate_tasks(
+            inference.find_source(_COMMAND, target, checkpoint, changes, problems),
+            changes,
+            problems,
+            tokenizer,
+            {"parallel.pipe": pipe, "parallel.tensor": tensor},
+            HarnessOptions(lm_eval, task_path, num_fewshot, limit, batch or _ROWS),
+            as_json=as_json,
+        )
+        return
+    for name, value in (
+        ("task-path", task_path),
+        ("num-fewshot", num_fewshot),
+        ("limit", limit),
+        ("batch", batch),
+    ):
+        if value is not None:
+            problems.append(f"--{name} has no effect without --lm-eval TASKS; remove it")
     if data is not None and not data.exists():
         problems.append(f"--data {data} does not exist, seen from {Path.cwd()}; check the path")
     source = inference.find_source(_COMMAND, target, checkpoint, changes, problems)
@@ -98,6 +154,104 @@ def eval(
         else:
             for name, x in every.items():
                 typer.echo(wrap_on_terminal(_line(x, _perplexity(config, x), name)))
+
+
+class HarnessOptions(NamedTuple):
+    """The options of --lm-eval."""
+
+    tasks: str
+    path: Path | None
+    num_fewshot: int | None
+    limit: int | None
+    batch: int
+
+
+def _evaluate_tasks(
+    source: ModelSource,
+    changes: list[str],
+    problems: list[str],
+    tokenizer: Path | None,
+    layout: Mapping[str, int | None],
+    options: HarnessOptions,
+    *,
+    as_json: bool,
+) -> None:
+    """Print the metrics of lm-eval's tasks."""
+    keys: dict[str, object] = {key: size for key, size in layout.items() if size is not None}
+    overridden = dict(change.split("=", 1) for change in changes if "=" in change)
+    keys |= _batch_keys(source, {**keys, **overridden})
+    config = None
+    with ListedIn(problems):
+        config = source.config(keys, changes)
+    folder = source.tokenizer(tokenizer)
+    if model_of(source.own.model) is None:
+        problems.append(
+            f"the model was built by model.target={source.own.model.target}; only a language model "
+            f"of this package or of transformers can score texts"
+        )
+    elif folder is None and not source.has_bytes:
+        problems.append(
+            f"{source.path} has no tokenizer, and its tokens are not bytes; give --tokenizer FOLDER"
+        )
+    data = source.own.data if config is None else config.data
+    codec = inference.codec_of(folder, source, data, problems) if not problems else None
+    stops = inference.stops_of(source, codec, problems)
+    prefix = _prefix(folder, codec, problems)
+    if options.path is not None and not options.path.is_dir():
+        problems.append(f"--task-path {options.path}: there is no such folder; check the path")
+    names = tuple(x.strip() for x in options.tasks.split(",") if x.strip())
+    if not names:
+        problems.append("--lm-eval names no task; give names, separated by commas")
+    with_defaults = True
+    if find_spec("lm_eval") is None:
+        problems.append("--lm-eval needs lm-eval; pip install torchdistpackage[lm-eval]")
+    elif not problems and detect(os.environ).source == "alone":
+        path = None if options.path is None else str(options.path)
+        unknown, with_defaults = resolve(UNKNOWN_TASKS)(names, path)
+        problems += [
+            f"--lm-eval {name}: lm-eval has no such task; name another, or the folder of its file "
+            f"with --task-path FOLDER"
+            for name in unknown
+        ]
+    if problems or config is None:
+        raise refusal(_COMMAND, problems)
+    request = HarnessRequest(
+        tasks=names,
+        include_path=None if options.path is None else str(options.path.absolute()),
+        with_defaults=with_defaults,
+        num_fewshot=options.num_fewshot,
+        limit=options.limit,
+        batch=options.batch,
+        window=source.window,
+        tokenizer=None if folder is None else str(folder.absolute()),
+        bos=() if folder is None else _ends(folder, data, data.bos).bos,
+        prefix=prefix,
+        stops=stops,
+    )
+    result = inference.on_ranks(source, config, request)
+    if detect(os.environ).rank == 0:
+        values = {**result.values, "step": result.step}
+        typer.echo(json.dumps(values) if as_json else result.table)
+
+
+def _ends(folder: Path, data: DataSection, bos: str) -> TextEnds:
+    return TextSource("text", "", str(folder), data.field, bos, "off").ends
+
+
+def _prefix(folder: Path | None, codec: TokenCodec | None, problems: list[str]) -> int:
+    """Return the id before a text without context: as in lm-eval that which begins a text, or else
+    that which ends one.
+    """
+    if folder is None or codec is None:
+        return _LINE_BREAK
+    with suppress(DataError):
+        return _ends(folder, DataSection(), "on").bos[0]
+    if codec.stop is None:
+        problems.append(
+            f"the tokenizer {folder} names neither a bos_token nor an eos_token, one of which "
+            f"stands before a text without context; name one in its tokenizer_config.json"
+        )
+    return codec.stop or 0
 
 
 def _data_keys(

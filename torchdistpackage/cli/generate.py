@@ -9,13 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from torchdistpackage.bounded import parse_json
 from torchdistpackage.cli import _inference as inference
 from torchdistpackage.cli._common import ListedIn, refusal
 from torchdistpackage.cli._inference import Changes, Checkpoint, Pipe, Target, Tensor, Tokenizer
-from torchdistpackage.config.data_section import DataSection
 from torchdistpackage.data.tokens.chat import ChatTemplate
-from torchdistpackage.data.tokens.documents import TextSource
 from torchdistpackage.data.tokens.prompts import ByteCodec, TokenCodec, TokenizerCodec
 from torchdistpackage.data.tokens.template_date import today
 from torchdistpackage.errors import DataError
@@ -23,7 +20,6 @@ from torchdistpackage.models.registry import model_of
 from torchdistpackage.train.inference_request import GenerateRequest, Sampling
 
 _COMMAND = "tdp generate"
-_STOPS_IN = ("generation_config.json", "config.json")
 
 
 def generate(
@@ -109,8 +105,8 @@ def generate(
         )
     else:
         data = source.own.data if config is None else config.data
-        codec = _codec(folder, source, data, problems)
-    stops = _stops(source, codec, problems)
+        codec = inference.codec_of(folder, source, data, problems)
+    stops = inference.stops_of(source, codec, problems)
     if codec is not None:
         stops += tuple(_asked_stops(stop or (), codec, problems))
     encoded = [] if codec is None else [codec.encode(text) for text in texts]
@@ -178,23 +174,6 @@ def _asked_stops(tokens: list[str], codec: TokenCodec, problems: list[str]) -> I
             yield token
 
 
-def _codec(
-    folder: Path | None, source: inference.ModelSource, data: DataSection, problems: list[str]
-) -> TokenCodec | None:
-    """Return the codec that encodes prompts as `data` encodes documents, without an end token."""
-    if folder is None:
-        return ByteCodec()
-    if wrong := source.tokenizer_problems(folder):
-        problems += wrong
-        return None
-    try:
-        ends = TextSource("text", "", str(folder), data.field, data.bos, "off").ends
-        return TokenizerCodec(folder, bos=ends.bos)
-    except DataError as error:
-        problems.append(str(error))
-        return None
-
-
 def _sampling_problems(temperature: float, top_k: int | None, top_p: float | None) -> Iterator[str]:
     if top_p is not None and not 0 < top_p <= 1:
         yield f"--top-p {top_p:g}: use a probability above 0 and at most 1"
@@ -237,20 +216,3 @@ def _prompt_problems(encoded: list[list[int]], texts: list[str], window: int) ->
             )
         elif text and not ids:
             yield f"prompt {number} has no token; write a text that the tokenizer can encode"
-
-
-def _stops(
-    source: inference.ModelSource, codec: TokenCodec | None, problems: list[str]
-) -> tuple[int, ...]:
-    """Return the ids that end a text; for a transformers folder those that its files name."""
-    for name in _STOPS_IN if not source.is_run else ():
-        if not (file := source.path / name).is_file():
-            continue
-        try:
-            ids = parse_json(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
-            problems.append(f"{file} cannot be read: {error}")
-            continue
-        if ids is not None:
-            return tuple(ids if isinstance(ids, list) else [ids])
-    return () if codec is None or codec.stop is None else (codec.stop,)

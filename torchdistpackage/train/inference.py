@@ -32,31 +32,31 @@ from torchdistpackage.train.evaluation import (
     evaluate,
 )
 from torchdistpackage.train.generate import generate_batch
+from torchdistpackage.train.harness_calls import run_harness
 from torchdistpackage.train.inference_request import (
     EvalRequest,
     EvalResult,
     GenerateRequest,
+    HarnessRequest,
+    HarnessResult,
     RankRefusal,
+    Request,
     TrainedWeights,
 )
 from torchdistpackage.train.staged_model import StagedModel
 
-Answer = EvalResult | RankRefusal | None
+Answer = EvalResult | HarnessResult | RankRefusal | None
 """The answer to a request; None for texts, which have been written."""
 Write = Callable[[str], object]
 
 
-def rank_main(
-    config: RunConfig, weights: TrainedWeights, request: GenerateRequest | EvalRequest
-) -> Answer:
+def rank_main(config: RunConfig, weights: TrainedWeights, request: Request) -> Answer:
     """Join the others, do what is asked, and leave; rank 0 writes texts as they come."""
     with only_returns():
         return _joined_answer(config, weights, request)
 
 
-def _joined_answer(
-    config: RunConfig, weights: TrainedWeights, request: GenerateRequest | EvalRequest
-) -> Answer:
+def _joined_answer(config: RunConfig, weights: TrainedWeights, request: Request) -> Answer:
     rendezvous = detect(os.environ)
     if "OMP_NUM_THREADS" not in os.environ and rendezvous.world_size > 1:
         torch.set_num_threads(1)  # the ranks of a node would otherwise each take all its cores
@@ -79,7 +79,7 @@ def perform(
     rank: int,
     device: torch.device,
     weights: TrainedWeights,
-    request: GenerateRequest | EvalRequest,
+    request: Request,
     write: Write,
 ) -> Answer:
     """Answer the request on ranks that have joined. write: called on rank 0."""
@@ -89,6 +89,8 @@ def perform(
         tpc.groups.set_timeout(plan.config.train.step_timeout_s)
         if isinstance(request, EvalRequest):
             return _evaluated(model, request, step)
+        if isinstance(request, HarnessRequest):
+            return run_harness(model, request, step, start_timeout_s(plan.config))
         write_texts(model, request, write if rank == 0 else _ignore)
     except (CheckpointError, DataError, NonFiniteError) as error:  # each on all ranks
         return RankRefusal(str(error))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,45 @@ class EvalResult:
     num_windows: int
     step: int | None
     sets: "Mapping[str, EvalResult]" = field(default_factory=dict["str", "EvalResult"])
+
+
+@dataclass(frozen=True, slots=True)
+class HarnessRequest:
+    """An evaluation by the tasks of lm-eval.
+
+    include_path: folder with task files; with_defaults: lm-eval's own tasks are needed too.
+    num_fewshot, limit: examples in a prompt, and of a task; None: as the task says. batch: rows of
+    one forward. window: tokens that the model sees at once. tokenizer: a folder with
+    tokenizer.json; None: tokens are bytes. bos: ids before each text. prefix: the id that stands
+    before a text without context. stops: ids that end a text.
+    """
+
+    tasks: tuple[str, ...]
+    include_path: str | None
+    with_defaults: bool
+    num_fewshot: int | None
+    limit: int | None
+    batch: int
+    window: int
+    tokenizer: str | None
+    bos: tuple[int, ...]
+    prefix: int
+    stops: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HarnessResult:
+    """values: what lm-eval returned, as JSON has it, without samples. table: the same as text.
+
+    step: of the checkpoint; None: the weights are no run's.
+    """
+
+    values: Mapping[str, Any]
+    table: str
+    step: int | None
+
+
+Request = GenerateRequest | EvalRequest | HarnessRequest
 
 
 @dataclass(frozen=True, slots=True)
