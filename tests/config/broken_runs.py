@@ -346,6 +346,11 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "neftune_noise_alpha=5 model.target=a:b null",
     ),
     (
+        {"train__eval_ema": True},
+        "train.eval_ema",
+        "eval_ema=true optim.ema_decay is null 0.999",
+    ),
+    (
         {"train__early_stop": {"metric": "wbe"}, "data__eval": {"web": "web.txt"}},
         "train.early_stop.metric",
         "early_stop.metric=wbe val_loss, web eval_NAME",

@@ -68,6 +68,9 @@ Checkpoint = Annotated[
     Path | None,
     typer.Option(metavar="PATH", help="Checkpoint folder step_NNNNNN; default: the latest."),
 ]
+Averages = Annotated[
+    bool, typer.Option("--ema", help="Take the averages of the weights (optim.ema_decay).")
+]
 Tokenizer = Annotated[
     Path | None,
     typer.Option(
@@ -106,11 +109,14 @@ class ModelSource:
     own: RunConfig
     is_run: bool
     checkpoint: Path | None = None
+    averages: bool = False
 
     @property
     def weights(self) -> TrainedWeights:
         named = None if self.checkpoint is None else str(self.checkpoint)
-        return TrainedWeights(str(self.path), named) if self.is_run else TrainedWeights()
+        if not self.is_run:
+            return TrainedWeights()
+        return TrainedWeights(str(self.path), named, self.averages)
 
     @property
     def window(self) -> int:
@@ -154,6 +160,8 @@ class ModelSource:
 
     def problems(self) -> list[str]:
         """Return what is wrong with the requested checkpoint."""
+        if self.averages and not self.is_run:
+            return [f"--ema: {self.path} is no run, so it has no averages; remove --ema"]
         if self.checkpoint is not None and not self.is_run:
             return [f"--checkpoint {self.checkpoint}: {self.path} is no run; remove --checkpoint"]
         if self.checkpoint is not None and not self.checkpoint.is_dir():
@@ -194,7 +202,7 @@ class ModelSource:
         return config
 
 
-def source_of(path: Path, checkpoint: Path | None) -> ModelSource:
+def source_of(path: Path, checkpoint: Path | None, averages: bool = False) -> ModelSource:
     """Return the model of a run folder or a transformers folder.
 
     Raises:
@@ -202,9 +210,10 @@ def source_of(path: Path, checkpoint: Path | None) -> ModelSource:
     """
     if (path / RESOLVED).is_file():
         # the folder of initial weights may be gone by now; resolved.yaml has all sizes
-        return ModelSource(path, load(path / RESOLVED, ["model.weights=null"]), True, checkpoint)
+        own = load(path / RESOLVED, ["model.weights=null"])
+        return ModelSource(path, own, True, checkpoint, averages)
     if (path / CONFIG).is_file():
-        return ModelSource(path, loads(_yaml_of(path), str(path)), False, checkpoint)
+        return ModelSource(path, loads(_yaml_of(path), str(path)), False, checkpoint, averages)
     if (path / ADAPTER_FILE).is_file():
         raise ConfigError(
             f"{path}: it has peft's {ADAPTER_FILE}, of adapters without their model; write both "
@@ -220,14 +229,16 @@ def find_source(
     checkpoint: Path | None,
     changes: Sequence[str],
     problems: list[str],
+    averages: bool = False,
 ) -> ModelSource:
-    """Return `source_of(path, checkpoint)`; add what is wrong with the checkpoint to `problems`.
+    """Return `source_of(path, checkpoint, averages)`; add what is wrong with the checkpoint to
+    `problems`.
 
     Raises:
         ConfigErrors: there is no such model; lists `problems` and mistakes in `changes` too.
     """
     with ListedIn(problems):
-        source = source_of(path, checkpoint)
+        source = source_of(path, checkpoint, averages)
         problems += source.problems()
         return source
     problems += map(str, override_problems(changes))

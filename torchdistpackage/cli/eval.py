@@ -14,6 +14,7 @@ import typer
 from torchdistpackage.cli import _inference as inference
 from torchdistpackage.cli._common import ListedIn, refusal, wrap_on_terminal
 from torchdistpackage.cli._inference import (
+    Averages,
     Changes,
     Checkpoint,
     ModelSource,
@@ -59,6 +60,7 @@ def eval(
     ] = None,
     tokenizer: Tokenizer = None,
     checkpoint: Checkpoint = None,
+    ema: Averages = False,
     pipe: Pipe = None,
     tensor: Tensor = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -115,7 +117,7 @@ def eval(
             problems.append(f"--{name} has no effect without --lm-eval TASKS; remove it")
     if data is not None and not data.exists():
         problems.append(f"--data {data} does not exist, seen from {Path.cwd()}; check the path")
-    source = inference.find_source(_COMMAND, target, checkpoint, changes, problems)
+    source = inference.find_source(_COMMAND, target, checkpoint, changes, problems, ema)
     if data is None and source.is_run and source.own.data.is_preference:
         problems.append(
             f"{target} was trained on preference pairs, whose loss needs the reference model; find "

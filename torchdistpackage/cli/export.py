@@ -51,6 +51,10 @@ def export(
             "--merge", help="Add the adapters (model.lora) into the weights of their layers."
         ),
     ] = False,
+    ema: Annotated[
+        bool,
+        typer.Option("--ema", help="Export the averages of the weights (optim.ema_decay)."),
+    ] = False,
     like: Annotated[
         Path | None,
         typer.Option(
@@ -119,6 +123,7 @@ def export(
         dtype=dtype,
         shard_bytes=int(size[1]) * _UNITS[(size[2] or "").upper()],
         like=like or like_run,
+        averages=ema,
     )
     files = sorted(x.name for x in Path(written).glob("*.safetensors"))
     named = "config.json" if merge else model.files().config

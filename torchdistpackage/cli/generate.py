@@ -11,7 +11,15 @@ import typer
 
 from torchdistpackage.cli import _inference as inference
 from torchdistpackage.cli._common import ListedIn, refusal
-from torchdistpackage.cli._inference import Changes, Checkpoint, Pipe, Target, Tensor, Tokenizer
+from torchdistpackage.cli._inference import (
+    Averages,
+    Changes,
+    Checkpoint,
+    Pipe,
+    Target,
+    Tensor,
+    Tokenizer,
+)
 from torchdistpackage.data.tokens.chat import ChatTemplate
 from torchdistpackage.data.tokens.prompts import ByteCodec, TokenCodec, TokenizerCodec
 from torchdistpackage.data.tokens.template_date import today
@@ -65,6 +73,7 @@ def generate(
     ] = 8,
     tokenizer: Tokenizer = None,
     checkpoint: Checkpoint = None,
+    ema: Averages = False,
     pipe: Pipe = None,
     tensor: Tensor = None,
 ) -> None:
@@ -78,7 +87,7 @@ def generate(
     if not prompt and not prompt_file:
         problems.append("there is no prompt; give --prompt TEXT or --prompt-file FILE")
     problems += [f"prompt {i} is empty; write a text" for i, x in enumerate(texts, 1) if not x]
-    source = inference.find_source(_COMMAND, target, checkpoint, changes, problems)
+    source = inference.find_source(_COMMAND, target, checkpoint, changes, problems, ema)
     layout = {"parallel.pipe": pipe, "parallel.tensor": tensor}
     keys = {key: size for key, size in layout.items() if size is not None}
     overridden = dict(change.split("=", 1) for change in changes if "=" in change)

@@ -113,6 +113,12 @@ class OptimSection(Section):
         description="Largest norm of the gradient over all parameters. A larger gradient is "
         "scaled down to it; 0 is off.",
     )
+    ema_decay: k.DecayOrNull = Field(
+        default=None,
+        description="Decay in each step of exponential moving averages of the weights, such as "
+        "0.999, which checkpoints hold besides; tdp export --ema and tdp eval --ema take them. "
+        "null is off.",
+    )
     schedule: k.LrSchedule = Field(
         default="warmup_cosine",
         description="How the learning rate changes over the run: warmup_cosine of this package, "

@@ -61,6 +61,16 @@ def _optimizer_is_named_once(c: RunConfig, world_size: int | None) -> str | None
     return None
 
 
+@rule("train.eval_ema", "optim.ema_decay")
+def _averages_are_kept(c: RunConfig, world_size: int | None) -> str | None:
+    if not c.train.eval_ema or c.optim.ema_decay is not None:
+        return None
+    return (
+        "train.eval_ema=true validates averages of the weights, but optim.ema_decay is null; set "
+        "it, such as 0.999, or eval_ema to false"
+    )
+
+
 @rule("optim.groups")
 def _groups_change_something(c: RunConfig, world_size: int | None) -> str | None:
     for index, group in enumerate(c.optim.groups):

@@ -362,6 +362,10 @@ class TrainSection(Section):
         le=1 << 20,
         description="Number of batches of data.global_batch samples in one validation.",
     )
+    eval_ema: bool = Field(
+        default=False,
+        description="Validate the averages of optim.ema_decay instead of the weights.",
+    )
     step_timeout_s: k.Seconds = Field(
         default=120.0,
         description="Seconds after which a step counts as hung, and the run ends with a report on "

@@ -194,6 +194,7 @@ Fraction = Annotated[float, _Finite, Field(ge=0, le=1)]
 BelowOne = Annotated[float, _Finite, Field(ge=0, lt=1)]
 BelowHalf = Annotated[float, _Finite, Field(ge=0, lt=0.5)]
 UpToHalf = Annotated[float, _Finite, Field(gt=0, le=0.5)]
+DecayOrNull = Annotated[float, _Finite, Field(gt=0, lt=1)] | None
 Betas = Annotated[
     tuple[BelowOne, BelowOne],
     BeforeValidator(_sequence),

@@ -126,6 +126,9 @@ class ShardedOptimizer(Protocol):
     def arrive(self) -> None:
         """Wait for gathers in flight, without starting others."""
 
+    def gather_shards(self) -> None:
+        """Gather parameters anew, after the caller wrote to the shards; all ranks call it."""
+
 
 OWNERS: WeakSet[ShardedOptimizer] = WeakSet()
 """Optimizers that own parameters."""

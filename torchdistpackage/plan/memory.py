@@ -117,7 +117,7 @@ def memory(
         if not zero and formats.reduced != wide and len(gradient_ranks(layout, mesh, rank)) > 1:
             gradients += count * formats.reduced.num_bytes
         stepped = part if zero >= 1 else count
-        optimizer += stepped * wide.num_bytes * has_copy
+        optimizer += stepped * wide.num_bytes * (has_copy + (config.optim.ema_decay is not None))
         state = ParameterPart(tuple(layout.shape), layout.is_table, stepped)
         optimizer += config.optim.spec.state_bytes(state, wide.num_bytes)
     return MemoryEstimate(weights, gradients, optimizer)

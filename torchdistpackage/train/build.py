@@ -81,6 +81,7 @@ from torchdistpackage.train.task import TaskLoss
 from torchdistpackage.train.trace import StepTrace
 from torchdistpackage.train.train_state import TrainState
 from torchdistpackage.train.update import Update, reduced_grads
+from torchdistpackage.train.weight_averages import WeightAverages
 
 
 def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None = None) -> Trainer:
@@ -135,6 +136,9 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
             learning_rate=lambda step: rate(step - 1),
             clip=optim.clip,
             halts=config.train.on_nonfinite == "stop",
+            averages=None
+            if optimizer is None or optim.ema_decay is None
+            else WeightAverages(optimizer, optim.ema_decay),
         ),
         executor=executor(plan.schedule),
         evaluator=executor(evaluation(plan.schedule, config.pipeline.microbatches)),
@@ -148,6 +152,7 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
         eval_sets=build_eval_sets(plan, tpc.get_dp_rank(), ranges),
         task=build_task(model),
         has_own_data=data is None and config.data.target is None,
+        validates_averages=config.train.eval_ema,
     )
     if config.train.recompute == "blocks":
         trainer.recomputed = recompute_blocks(stage)

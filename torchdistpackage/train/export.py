@@ -27,6 +27,7 @@ from torchdistpackage.models.hugging_face_folder import (
 )
 from torchdistpackage.models.model_spec import ModelSpec
 from torchdistpackage.run_files import CHECKPOINTS
+from torchdistpackage.train.weight_averages import average_name
 
 _ROUND = "torchdistpackage.models.transformers_lora:round_weights"
 EXPORTED = "hf"
@@ -61,14 +62,16 @@ def export_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     like: str | Path | None = None,
     beat: Callable[[], None] = lambda: None,
+    averages: bool = False,
 ) -> Path:
     """Write the weights of the checkpoint folder `path` as `write_folder` does; returns `folder`.
 
     dtype: torch's name of the type of the weights; default that of the checkpoint. beat: called
-    after each file and parameter that has been read.
+    after each file and parameter that has been read. averages: write the averages of the weights.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or of another model, or `folder` is not empty.
+        CheckpointError: the checkpoint is damaged or of another model, or has no averages, or
+            `folder` is not empty.
         LayoutError: transformers has no such model.
     """
     path = Path(path)
@@ -79,12 +82,13 @@ def export_checkpoint(
     layouts = model.layouts() | model.buffers()
     wanted = {name: x for name, x in layouts.items() if name in made_of}
     _check_model(manifest, wanted, path)
+    names = {n: average_name(manifest, n, path) if averages else n for n in wanted}
     dtype = dtype or manifest.tensors[next(iter(made_of))].dtype
     source = checkpoint_source(path)
 
     def whole(name: str) -> torch.Tensor:
         beat()
-        return source.read(name)
+        return source.read(names[name])
 
     return write_folder(
         folder,
@@ -107,12 +111,14 @@ def export_merged(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     like: str | Path | None = None,
+    averages: bool = False,
 ) -> Path:
     """Write the model of the folder `base` with the adapters of a checkpoint added in: what peft's
     `merge_and_unload` makes of them. Adapters over weights in 4 bits are added to what these stand
     for. transformers and peft hold the whole model in memory.
 
     dtype: of the weights; default that of `base`. like: a folder whose tokenizer is kept.
+    averages: as `export_checkpoint`.
 
     Raises:
         CheckpointError: as `export_checkpoint`, or `base` cannot be read.
@@ -122,7 +128,7 @@ def export_merged(
 
     with new_folder(folder) as written:
         adapters = written / "adapters"
-        export_checkpoint(path, model, adapters, like=base)
+        export_checkpoint(path, model, adapters, like=base, averages=averages)
         try:
             base_model = AutoModelForCausalLM.from_pretrained(
                 base, dtype="auto", local_files_only=True

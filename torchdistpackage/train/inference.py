@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from torchdistpackage.checkpoint.load import latest_together, load
+from torchdistpackage.checkpoint.manifest import read_manifest
 from torchdistpackage.checkpoint.save import fail_together
 from torchdistpackage.comm.creation import end_processes
 from torchdistpackage.comm.runtime import join, leave
@@ -44,6 +45,7 @@ from torchdistpackage.train.inference_request import (
     TrainedWeights,
 )
 from torchdistpackage.train.staged_model import StagedModel
+from torchdistpackage.train.weight_averages import average_name
 
 Answer = EvalResult | HarnessResult | RankRefusal | None
 """The answer to a request; None for texts, which have been written."""
@@ -152,9 +154,14 @@ def load_weights(model: StagedModel, weights: TrainedWeights) -> int | None:
             )
     if path is None:
         return None
+    params = model.saved()
+    if weights.averages:
+        manifest = read_manifest(path)
+        for name, (tensor, layout) in params.items():
+            params[name] = tensor, layout.named(average_name(manifest, layout.name, path))
     loaded = load(
         path,
-        params=model.saved(),
+        params=params,
         topology=tpc.topology,
         rank=model.rank,
         with_extras=False,

@@ -7,13 +7,15 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class TrainedWeights:
-    """Where weights come from. run: its newest good checkpoint; checkpoint: this one instead.
+    """Where weights come from. run: its newest good checkpoint; checkpoint: this one instead;
+    averages: those of the weights, from the same.
 
     Without both they are those that the configuration begins with.
     """
 
     run: str | None = None
     checkpoint: str | None = None
+    averages: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ tokens is summed with them, and one factor at the end makes the mean and clips (
 small all-reduce a step carries loss, tokens and norm.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -60,7 +61,8 @@ class Trainer(StagedModel):
     name, seed: of the run of `num_steps`, each of `rounds` passes over the microbatches.
     sums_each_round: gradients are summed over ranks after every pass, not only after the last.
     task: decides the loss, where that is not the one of tokens. has_own_data: `data` is of this
-    package, and may be asked for any batch at any time.
+    package, and may be asked for any batch at any time. validates_averages: a validation is of the
+    averages that `update` keeps.
     runs_ahead: a step has been issued before it is done, so the host gets the next one ready before
     it reads the numbers of this one.
     """
@@ -80,6 +82,7 @@ class Trainer(StagedModel):
     eval_sets: Sequence[EvalSet] = ()
     task: TaskLoss | None = None
     has_own_data: bool = True
+    validates_averages: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -291,7 +294,7 @@ class Trainer(StagedModel):
             self.task.begin_validation()
         totals, votes_asked = totals_on(self.device), None
         self.stage.eval()
-        with self.phases("validate"), keep_random_states(self.device):
+        with self._validating():
             for number in range(num_batches):
                 for index in range(rounds):
                     with self.phases("data"):
@@ -314,6 +317,12 @@ class Trainer(StagedModel):
                 values |= self.task.means(sums, count)
                 values |= self.task.end_validation(self._world)
         return total / max(count, 1), values
+
+    @contextmanager
+    def _validating(self) -> Iterator[None]:
+        averaged = self.update.averaged() if self.validates_averages else nullcontext()
+        with self.phases("validate"), keep_random_states(self.device), averaged:
+            yield
 
     def agree_to_stop(self, stop: Callable[[], bool]) -> bool:
         """Return whether `stop` is true on any rank; all ranks call it together."""

@@ -29,6 +29,7 @@ from torchdistpackage.errors import CheckpointError
 from torchdistpackage.run_files import CHECKPOINTS
 from torchdistpackage.topology.mesh import describe
 from torchdistpackage.train.step import Trainer
+from torchdistpackage.train.weight_averages import AVERAGE
 
 log = logging.getLogger(__name__)
 
@@ -196,6 +197,9 @@ def _resume(
         optimizer=trainer.optimizer,
         checksums=resume_from != "auto",  # they have been read
     )
+    if trainer.update.averages is None and trainer.optimizer is not None:
+        for tensor_state in trainer.optimizer.state.values():
+            tensor_state.pop(AVERAGE, None)  # they would be saved again, and follow nothing
     if (
         resume_from != "auto"
         and trainer.rank == 0

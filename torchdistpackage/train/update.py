@@ -4,7 +4,8 @@ Nothing waits for the device. Whether the numbers of all ranks are finite is kno
 first, so the step is left out there: the optimizer's kernels take a flag and touch nothing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.sharded import ShardedOptimizer
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.optim.clip import clip_factor, counts_here, grad_norms, scale_gradients
+from torchdistpackage.train.weight_averages import WeightAverages
 
 LR_SCALE = "lr_scale"
 """Key of a parameter group: its learning rate over that of the step."""
@@ -55,7 +57,7 @@ class Update:
 
     inner: the optimizer that updates, where `optimizer` shards for it. learning_rate: of each step,
     the first is 1. clip: largest norm of the model's gradient; 0 is off. halts: after a number that
-    is not finite, nothing is ever updated again.
+    is not finite, nothing is ever updated again. averages: of the weights, which follow each step.
     """
 
     def __init__(
@@ -68,8 +70,10 @@ class Update:
         learning_rate: Callable[[int], float],
         clip: float,
         halts: bool,
+        averages: WeightAverages | None = None,
     ):
         self._optimizer, self.inner = optimizer, inner
+        self.averages = averages
         self._learning_rate, self._clip, self._halts = learning_rate, clip, halts
         self._holders = [g.grad_tensor for g in gradients]
         self._sharded = isinstance(optimizer, ShardedOptimizer)
@@ -131,8 +135,23 @@ class Update:
         self.inner.found_inf = self._found_inf
         for group in self._optimizer.param_groups:
             group["lr"] = lr * group.get(LR_SCALE, 1.0)
+        initial = {} if self.averages is None else self.averages.before_step()
         self._optimizer.step()
+        if self.averages is not None:
+            self.averages.after_step(initial)
         return lr
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Give the model the averages of its weights inside the block, if there are any; all ranks
+        enter together.
+        """
+        if self.averages is None:
+            yield
+            return
+        self.before_step()
+        with self.averages.applied():
+            yield
 
     def _factor(self, tokens: Tensor, power: Tensor) -> Tensor:
         """Return the factor from gradients of a sum to those of the mean, clipped."""

@@ -227,6 +227,16 @@ class ZeroOptimizer(ShardedOptimizerBase):
         for bucket in self._buckets:
             bucket.parameters.arrive()
 
+    def gather_shards(self) -> None:
+        """Gather parameters anew, after the caller wrote to the shards; all ranks call it. In stage
+        3 they are gathered when they are read.
+        """
+        self.arrive()
+        for bucket in reversed(range(len(self._buckets))):
+            self._send(bucket)
+        self._freed.stepped()
+        self.arrive()
+
     def remove(self) -> None:
         """Turn the module into a plain one again; all ranks call it.
 

@@ -66,6 +66,10 @@ class ShardedOptimizerBase(Optimizer):
     def _settle(self) -> None:
         """Wait for everything in flight, so that parameters and state are complete and current."""
 
+    def gather_shards(self) -> None:
+        """Gather parameters anew, after the caller wrote to the shards; all ranks call it."""
+        raise NotImplementedError
+
     def forget(self) -> None:
         """Give up the ownership of all parameters."""
         OWNERS.discard(self)
