@@ -299,6 +299,9 @@ def test_problems_of_the_job_are_listed_with_the_others(refusal):
 def test_what_is_recomputed_is_said(plan, refusal):
     assert "recompute" not in plan(TINY)
     assert "recompute          every block, in its" in plan(TINY, "train.recompute=blocks")
+    offloaded = plan(TINY, "train.recompute=offload", "--memory")
+    assert "recompute          nothing: activations of every block wait in" in offloaded
+    assert "activations that wait in host memory are not counted" in offloaded
     text = plan(TINY, "train.recompute=auto", "train.memory_gb=2", "parallel.pipe=2")
     assert re.search(r"recompute +auto: .*measured at the start", text)
     assert "2 GB in all on a rank" in text

@@ -32,7 +32,7 @@ RUN = ["model.layers=2", "model.dim=16", "model.heads=2", *COMMON]
 LAYOUTS = {
     "tensor": ["parallel.tensor=2", "parallel.sequence_parallel=true", "train.recompute=blocks"],
     "dropout": ["parallel.tensor=2", "model.dropout=0.1"],
-    "data": ["parallel.data=2"],
+    "data": ["parallel.data=2", "train.recompute=offload"],
     "zero1": ["parallel.data=2", "parallel.zero=1"],
     "zero3": ["parallel.data=2", "parallel.zero=3"],
     "pipe": ["parallel.pipe=2"],

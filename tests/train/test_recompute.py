@@ -28,7 +28,7 @@ def trained(extra: list[str]) -> tuple[list[float], parity.Held, tuple[str, ...]
     losses = [run.train_step(step).wait().loss for step in (1, 2)]
     held = parity.held(run, "data")
     run.close()
-    return losses, held, run.recomputed
+    return losses, held, run.recomputed or run.offloaded
 
 
 LAYOUTS = {
@@ -52,7 +52,8 @@ def limit_gb(extra: list[str], share: float, base: list[str] = RUN) -> float:
 
 def cases():
     small = {("tensor", "blocks"), ("pipe-zb", "blocks"), ("zero3", "auto"), ("pipe", "auto")}
-    for case in itertools.product(LAYOUTS, ("blocks", "auto")):
+    small |= {("zero3", "offload")}
+    for case in itertools.product(LAYOUTS, ("blocks", "offload", "auto")):
         yield pytest.param(*case, marks=[] if case in small else [pytest.mark.full])
 
 
@@ -70,10 +71,10 @@ def test_numbers_are_bit_for_bit_those_without(ranks, layout, how):
         assert losses == want_losses and not nothing
         for (name, _, _, x), (same, _, _, y) in zip(held, want, strict=True):
             assert name == same and torch.equal(x, y), name
-    assert any(names for _, _, names in again), "something is recomputed"
+    assert any(names for _, _, names in again), "something is recomputed or offloaded"
     if layout == "tensor":
         assert again[0][2] == again[1][2], "their messages must match"
-    if how == "blocks":
+    if how != "auto":
         found = sorted({name.split(".", 1)[1] for _, _, names in again for name in names})
         assert found == [f"blocks.{i}" for i in range(4)]
 
@@ -126,7 +127,7 @@ def test_a_plan_knows_what_is_left_and_refuses_no_room():
         make_plan(config, 1)
     with pytest.raises(ConfigError, match=r"train\.recompute=auto needs train\.memory_gb"):
         parity.config([*RUN, "train.recompute=auto"])
-    with pytest.raises(ConfigError, match=r"train\.recompute.*none or blocks or auto"):
+    with pytest.raises(ConfigError, match=r"train\.recompute.*none or blocks or offload or auto"):
         parity.config([*RUN, "train.recompute=all"])
     with pytest.raises(ConfigError, match=r"train\.memory_gb.*above 0"):
         parity.config([*RUN, "train.memory_gb=0"])

@@ -218,6 +218,8 @@ def _recompute(plan: Plan) -> str:
     train, loads = plan.config.train, stage_loads(plan)
     if train.recompute == "blocks":
         return "recompute          every block, in its backward"
+    if train.recompute == "offload":
+        return "recompute          nothing: activations of every block wait in host memory"
     lines = ["recompute          auto: chosen from times and memory measured at the start"]
     lines.append(f"                   {train.memory_gb:g} GB in all on a rank")
     for load in loads:

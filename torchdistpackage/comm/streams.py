@@ -32,10 +32,17 @@ class CudaStreams:
         """Keep the allocator from reusing the memory of `x` before the current stream is done."""
         x.record_stream(self.current())
 
-    def copy(self, stream: Stream, to: Tensor, source: Tensor) -> None:
-        """Copy on `stream` between the device and pinned memory, of one dtype."""
+    def copy(self, stream: Stream, to: Tensor, source: Tensor, *, keeps: bool = True) -> None:
+        """Copy on `stream` between the device and pinned memory, of one dtype.
+
+        keeps: False if the caller holds the device's side until a stream has waited for the copy.
+        The allocator then reuses the memory in the order of that stream, and not when the host sees
+        that the copy has ended.
+        """
         with self.on(stream):
             to.copy_(source, non_blocking=True)
+        if not keeps:
+            return
         # keep the allocator from reusing the device's side before the copy has ended
         (source if source.is_cuda else to).record_stream(stream)
 

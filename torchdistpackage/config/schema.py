@@ -414,7 +414,8 @@ class TrainSection(Section):
         default="none",
         description="Which activations the backward recomputes instead of keeping them: none, "
         "blocks (those of every block), or auto (as few as make a rank fit in train.memory_gb). "
-        "It saves memory and costs time.",
+        "With offload it recomputes nothing, and those of every block wait in host memory. "
+        "It saves memory of the device and costs time.",
     )
     compile: k.Compile = Field(
         default="off",

@@ -370,7 +370,7 @@ StepRangeOrNull = (
     ]
     | None
 )
-Recompute = Literal["none", "blocks", "auto"]
+Recompute = Literal["none", "blocks", "offload", "auto"]
 Compile = Literal["off", "blocks", "auto"]
 CompileBackend = Literal["inductor", "aot_eager", "eager"]
 GigabytesOrNull = Annotated[Positive, Field(le=1_000_000)] | None

@@ -175,7 +175,7 @@ def goes_with(shape: TransformersShape) -> tuple[tuple[str, str], ...]:
         "tensor": _tensor_ranks(shape),
         "context": f"no: {why}" if why else "any number of ranks",
         "sequence_parallel": "yes" if kind.splits_sequence else "",
-        "recompute": "none, blocks, auto" if kind.blocks else "none, auto",
+        "recompute": "none, blocks, offload, auto" if kind.blocks else "none, auto",
         "lora": f"on {', '.join(linear_layers(weights(shape)))}",
         "document_masks": {"not": "", "distances": "no: ALiBi"}.get(by, "yes"),
     }

@@ -42,6 +42,8 @@ def unpredicted_memory(plan: Plan) -> str | None:
         return "activations are not counted for a run whose teacher runs besides"
     if plan.config.model.loss is not None:
         return f"activations are not counted, as {plan.config.model.loss} may keep any"
+    if plan.config.train.recompute == "offload":
+        return "activations that wait in host memory are not counted (train.recompute: offload)"
     if plan.config.train.recompute == "auto":
         return "activations take what train.memory_gb leaves (train.recompute: auto)"
     return None

@@ -120,6 +120,8 @@ def unpredicted(plan: Plan) -> str | None:
         return "not predicted for pairs of answers, whose reference runs beside the model"
     if plan.teacher is not None:
         return "not predicted for a run whose teacher runs beside the model (train.distill)"
+    if plan.config.train.recompute == "offload":
+        return "copies of activations to the host are not predicted (train.recompute: offload)"
     if plan.config.train.recompute == "auto":
         return "known once the run has chosen what is computed again (train.recompute: auto)"
     if isinstance(shape, GPTShape):

@@ -5,7 +5,7 @@ Read in this order.
 Values          nested (the tensors inside tuples, dicts and dataclasses).
 Traces          undisturbed (a model runs, and random states, buffers and modes are as before).
 Cost            module_profiler (time and memory of every module), recompute (which modules to
-                checkpoint for a memory limit).
+                checkpoint for a memory limit), activation_offload (saved tensors in host memory).
 Numbers         debug_nan (the first module with NaN or Inf).
 Replacement     module_replace (modules by rule), int8_linear (int8 layers for nn.Linear).
 Profilers       ranges (named ranges, profiler on and off), printing (printing on one rank).

@@ -67,7 +67,7 @@ from torchdistpackage.train.own_model import own_stages
 from torchdistpackage.train.preference import PreferenceLoss
 from torchdistpackage.train.profiler import StepProfiler
 from torchdistpackage.train.rank_times import RankTimes
-from torchdistpackage.train.recompute import recompute_blocks, recompute_within
+from torchdistpackage.train.recompute import offload_blocks, recompute_blocks, recompute_within
 from torchdistpackage.train.saving import RunSaver
 from torchdistpackage.train.staged_model import (
     LossFn,
@@ -156,6 +156,8 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
     )
     if config.train.recompute == "blocks":
         trainer.recomputed = recompute_blocks(stage)
+    elif config.train.recompute == "offload":
+        trainer.offloaded = offload_blocks(stage, device)
     elif config.train.recompute == "auto":
         state = rank_memory(plan, rank, layouts.values(), on_gpu=device.type == "cuda")
         budget_gb = activation_budget_gb(config, state, f"rank {rank}")

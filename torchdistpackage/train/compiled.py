@@ -14,7 +14,7 @@ import tempfile
 import time
 import types
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -51,11 +51,17 @@ class CompiledBlock:
     def __init__(self, name: str, module: nn.Module, backend: str, falls_back: bool):
         self.name, self.kind = name, type(module).__name__
         self.refused, self.is_on, self.is_tried = "", True, False
+        self.around: Callable[..., Any] | None = None
         self._module, self.falls_back = module, falls_back
         self._run = _compiled(type(module), backend)
         self._trace = _compiled(type(module), _traced)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.around is None:
+            return self._call(*args, **kwargs)
+        return self.around(self._call, *args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_on or self.refused:
             return self._module._call_impl(*args, **kwargs)
         if self.is_tried:

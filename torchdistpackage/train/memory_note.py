@@ -47,8 +47,9 @@ def memory_note(trainer: Trainer) -> str:
         sizes = ["" if x is None else size_text(x) for x in pair]
         rows.append((kind, sizes[0], sizes[1]))
     advice = (
-        "recompute activations (train.recompute: blocks), split further (parallel.tensor, "
-        "parallel.zero) or take smaller micro-batches; tdp plan --memory says what fits"
+        "recompute activations (train.recompute: blocks) or keep them on the host (offload), split "
+        "further (parallel.tensor, parallel.zero) or take smaller micro-batches; tdp plan --memory "
+        "says what fits"
     )
     return f"{text_table(rows)}\n{advice}"
 

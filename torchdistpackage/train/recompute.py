@@ -6,6 +6,7 @@ not, as every microbatch is recomputed on every stage. Ranks of one pipe index t
 the first of them: with tensor parallelism a recomputed module communicates, which all must do.
 """
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from torchdistpackage.comm.tensor_meta import Message
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.schedule.generators import evaluation
+from torchdistpackage.tools.activation_offload import ActivationOffload, offload_modules
 from torchdistpackage.tools.module_profiler import (
     Infos,
     register_profile_hooks,
@@ -36,6 +38,17 @@ def recompute_blocks(stages: TrainStages) -> tuple[str, ...]:
     """Checkpoint every block; return their names."""
     names = block_names(stages)
     checkpoint_modules(stages, names)
+    return names
+
+
+def offload_blocks(stages: TrainStages, device: torch.device) -> tuple[str, ...]:
+    """Let what every block saves for its backward wait in host memory; return their names."""
+    names, offload = block_names(stages), ActivationOffload(device)
+    compiled = {block.name: block for block in stages.compiled}
+    for name, block in compiled.items():
+        # around the graph: hooks on saved tensors inside would be part of it
+        block.around = partial(offload.run, stages.get_submodule(name))
+    offload_modules(stages, [name for name in names if name not in compiled], offload)
     return names
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,12 +36,16 @@ class Microbatches(NamedTuple):
 
 
 class CompiledCall(Protocol):
-    """A compiled block. refused: why it could not be compiled. is_on: False to run it eagerly."""
+    """A compiled block. refused: why it could not be compiled. is_on: False to run it eagerly.
+
+    around: called with what calls the block and its arguments, outside the graph; None: nothing is.
+    """
 
     name: str
     kind: str
     refused: str
     is_on: bool
+    around: Callable[..., Any] | None
 
 
 class TrainStages(nn.ModuleDict):

@@ -98,6 +98,8 @@ class Trainer(StagedModel):
         """The source, if this rank reads only part `_part` of its samples."""
         self.recomputed: tuple[str, ...] = ()
         """Modules of `stage` whose forward runs again in the backward."""
+        self.offloaded: tuple[str, ...] = ()
+        """Modules of `stage` whose saved tensors wait in host memory."""
         mesh, microbatches = self.plan.topology.dense, self.plan.schedule.num_microbatches
         coord = mesh.coord(self.rank)
         self._world = tpc.groups.of(range(mesh.size))

@@ -210,7 +210,12 @@ def _build(rank: RunRank) -> PreparedRun:
     notes = (*notes_of(trainer.data), *model_notes(trainer))
     notes += warmup_notes(config.optim, config.train.steps)
     rank.say(*(f"note: {note}" for note in notes))
-    if config.train.recompute != "none":
+    if config.train.recompute == "offload":
+        names = ", ".join(trainer.offloaded) or "nothing"
+        rank.say(f"activations in host memory on rank 0: {names}")
+        if trainer.device.type == "cpu":
+            rank.say("note: train.recompute=offload saves no memory on the CPU")
+    elif config.train.recompute != "none":
         # a chain of your own may have no blocks, and a limit may be large enough
         names = ", ".join(trainer.recomputed) or "nothing"
         rank.say(f"recomputed in the backward on rank 0: {names}")

@@ -125,12 +125,12 @@ class _StreamsDouble:
     def __init__(self, device: torch.device):
         self.stream, self.current, self.on = StreamDouble, _current, _on
 
-    def copy(self, stream: StreamDouble, to: Tensor, source: Tensor) -> None:
+    def copy(self, stream: StreamDouble, to: Tensor, source: Tensor, *, keeps: bool = True) -> None:
         history = _histories[-1]
         with own_operations():
             to.copy_(source)
         history.run(stream.stream_id, "copy", [source], [to])
-        for x in (to, source):
+        for x in (to, source) if keeps else ():
             history.memory(x, stream.stream_id).kept_for.add(stream.stream_id)
 
     def keep(self, x: Tensor) -> None:
@@ -220,6 +220,7 @@ _OF_A_DEVICE: dict[tuple[str, str], object] = {
     ("ddp.zero.param_buffer", "streams_of"): _StreamsDouble,
     ("parallel.expert.dispatch", "streams_of"): _StreamsDouble,
     ("checkpoint.snapshot", "streams_of"): _StreamsDouble,
+    ("tools.activation_offload", "streams_of"): _StreamsDouble,
 }
 """Names in modules that ask for the device, by name as these stand on this folder."""
 

@@ -1,0 +1,273 @@
+"""Offload of activations: what a module saves for its backward waits in host memory.
+
+A module's forward saves tensors through autograd's hooks (`torch.autograd.graph`). When it ends,
+their storages are copied to pinned memory on a stream of their own, while the next module computes;
+when that one ends, the device's memory is free. The first tensor that a backward asks for brings
+back all of its module, and those of the module before it in the meantime. A restored tensor has the
+storage, offset and strides of the saved one, so kernels compute the same bits.
+
+Weights stay where they are, as do arguments without a gradient (masks, tables of positions), which
+the caller holds for all modules. On a CPU the same happens in order, and saves nothing.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from torchdistpackage.comm.nested import leaves_of
+from torchdistpackage.comm.streams import CudaStreams, Stream, streams_of
+
+MIN_BYTES = 1024
+"""Smaller storages stay on the device: a copy costs more than they take."""
+_MOST_NODES = 4
+"""Operations between a weight and what a matmul saves of it: a cast and views."""
+
+Forward = Callable[..., Any]
+
+
+class ActivationOffload:
+    """Copies what modules of one device save to the host and back.
+
+    streams: the device's; by default those of a CUDA device. A CPU has none, and copies in order.
+    """
+
+    def __init__(self, device: torch.device, streams: CudaStreams | None = None):
+        self.device = torch.empty(0, device=device).device  # "cuda" is the current device's
+        self.streams = streams or streams_of(self.device)
+        self.copies: Stream = None if self.streams is None else self.streams.stream()
+        """One stream for both directions: the host's memory is written before it is read."""
+        self._last: ReferenceType[_ModuleStorages] | None = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "ActivationOffload":
+        return self  # copies of a module share the stream
+
+    def run(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Return `forward(*args, **kwargs)`, a forward of `module`, and offload what it saves."""
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        before = None if self._last is None else self._last()
+        saved = _ModuleStorages(self, before, _stay(module, args, kwargs))
+        with saved_tensors_hooks(saved.pack, _unpack):
+            output = forward(*args, **kwargs)
+        saved.copy_to_host()
+        if before is not None:
+            before.free()
+        self._last = ref(saved)
+        return output
+
+
+class OffloadedForward:
+    """The forward of `module`, whose saved tensors are offloaded."""
+
+    def __init__(self, module: nn.Module, offload: ActivationOffload):
+        self.module, self.offload = module, offload
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = type(self.module).forward
+        return self.offload.run(self.module, forward, self.module, *args, **kwargs)
+
+
+def offload_modules(model: nn.Module, names: Iterable[str], offload: ActivationOffload) -> None:
+    """Offload what the modules called `names` save, in place; none may be inside another."""
+    for name in names:
+        module = model.get_submodule(name)
+        module.forward = OffloadedForward(module, offload)
+
+
+class _StorageCopy:
+    """A storage that a module saved.
+
+    source: a tensor of it, until the host has it. version: that of `source` when it was saved.
+    host, device: its bytes there, if there.
+    """
+
+    __slots__ = ("__weakref__", "device", "host", "module", "source", "version")
+
+    def __init__(self, source: Tensor, module: "_ModuleStorages"):
+        self.source: Tensor | None = source
+        self.version, self.module = source._version, module
+        self.host: Tensor | None = None
+        self.device: Tensor | None = None
+
+    def __del__(self) -> None:
+        # the device may use the memory again at once: not before copies have ended
+        self.module.wait_for_copies()
+
+
+class _TensorInStorage:
+    """What autograd holds instead of a tensor: where it is in its storage."""
+
+    __slots__ = ("dtype", "offset", "shape", "storage", "stride")
+
+    def __init__(self, x: Tensor, storage: _StorageCopy):
+        self.storage = storage
+        self.dtype, self.offset = x.dtype, x.storage_offset()
+        self.shape, self.stride = x.shape, x.stride()
+
+    def restore(self) -> Tensor:
+        with torch.no_grad():
+            of = self.storage.module.bytes_of(self.storage)
+            item = of.as_strided((self.dtype.itemsize,), (1,), 0)
+            return item.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+
+
+class _ModuleStorages:
+    """The storages that one forward of a module saved, which autograd alone keeps alive.
+
+    before: that of the forward before, whose backward probably comes next. stay: storages that are
+    not offloaded.
+    """
+
+    def __init__(
+        self, offload: ActivationOffload, before: "_ModuleStorages | None", stay: set[int]
+    ) -> None:
+        self._offload, self._stay = offload, stay
+        self._before = None if before is None else ref(before)
+        self._by_key: dict[tuple[int, int], _StorageCopy] = {}
+        """By storage and version, while the forward runs."""
+        self._storages: Sequence[ReferenceType[_StorageCopy]] = ()
+        self._copied: Any = None
+        self._loaded: Any = None
+
+    # -- forward ---------------------------------------------------------------------------------
+
+    def pack(self, x: Tensor) -> "Tensor | _TensorInStorage":
+        """Return what autograd shall hold for `x`."""
+        if not self._is_offloaded(x):
+            # a result that held its own node would be a cycle
+            return x if x.is_leaf else x.detach()
+        key = x.untyped_storage().data_ptr(), x._version
+        if key not in self._by_key:
+            self._by_key[key] = _StorageCopy(x.detach(), self)
+        return _TensorInStorage(x, self._by_key[key])
+
+    def _is_offloaded(self, x: Tensor) -> bool:
+        if type(x) is not Tensor or x.device != self._offload.device:
+            return False
+        if x.layout is not torch.strided or x.is_conj() or x.is_neg():
+            return False
+        storage = x.untyped_storage()
+        if storage.nbytes() < MIN_BYTES or storage.data_ptr() in self._stay:
+            return False
+        is_input = x.is_leaf and x.requires_grad  # its owner waits for its gradient
+        return not is_input and not _comes_of_weight(x)
+
+    def copy_to_host(self) -> None:
+        """Copy all to the host behind what the current stream has been given.
+
+        Raises:
+            RuntimeError: a tensor was changed in place after it was saved.
+        """
+        streams, copies = self._offload.streams, self._offload.copies
+        if streams is not None and self._by_key:
+            copies.wait_event(streams.current().record_event())
+        for storage in self._by_key.values():
+            assert storage.source is not None
+            source = storage.source
+            if source._version != storage.version:
+                # autograd compares versions of what it holds itself alone
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(source.shape)} that the backward needs was changed "
+                    f"in place: it is at version {source._version}, and was saved at version "
+                    f"{storage.version}"
+                )
+            of = _bytes_of(source)
+            if streams is None:
+                storage.host = of.clone()
+            else:
+                storage.host = streams.pinned(len(of))
+                streams.copy(copies, storage.host, of, keeps=False)
+        if streams is not None and self._by_key:
+            self._copied = copies.record_event()
+        self._storages = [ref(storage) for storage in self._by_key.values()]
+        self._by_key = {}
+
+    def free(self) -> None:
+        """Free the device's memory; what the current stream is given from here on waits for the
+        copies."""
+        self._wait(self._copied)
+        self._copied = None
+        for storage in self._alive():
+            storage.source = None
+
+    # -- backward --------------------------------------------------------------------------------
+
+    def bytes_of(self, storage: _StorageCopy) -> Tensor:
+        """Return the bytes of a storage on the device, and begin to load the module before."""
+        self.load()
+        if (before := None if self._before is None else self._before()) is not None:
+            before.load()
+        if storage.source is not None:
+            return _bytes_of(storage.source)
+        self._wait(self._loaded)
+        assert storage.device is not None
+        return storage.device
+
+    def load(self) -> None:
+        """Copy to the device what is not there."""
+        storages = [x for x in self._alive() if x.source is None and x.device is None]
+        streams, copies = self._offload.streams, self._offload.copies
+        if not storages:
+            return
+        for storage in storages:
+            assert storage.host is not None
+            # on the current stream, which frees it: the copies wait for what had this memory
+            num_bytes, device = len(storage.host), self._offload.device
+            storage.device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        if streams is not None:
+            copies.wait_event(streams.current().record_event())
+        for storage in storages:
+            assert storage.host is not None and storage.device is not None
+            if streams is None:
+                storage.device.copy_(storage.host)
+            else:
+                streams.copy(copies, storage.device, storage.host, keeps=False)
+        if streams is not None:
+            self._loaded = copies.record_event()
+
+    def wait_for_copies(self) -> None:
+        """Let what the current stream is given from here on wait for all copies."""
+        self._wait(self._copied)
+        self._wait(self._loaded)
+
+    def _alive(self) -> list[_StorageCopy]:
+        return [x for reference in self._storages if (x := reference()) is not None]
+
+    def _wait(self, event: Any) -> None:
+        streams = self._offload.streams
+        if event is not None and streams is not None:
+            streams.current().wait_event(event)
+
+
+def _unpack(packed: Tensor | _TensorInStorage) -> Tensor:
+    return packed.restore() if isinstance(packed, _TensorInStorage) else packed
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    """Return all of the storage of `x`, as bytes."""
+    item = x.as_strided((1,), (1,), 0).view(torch.uint8)
+    return item.as_strided((x.untyped_storage().nbytes(),), (1,))
+
+
+def _stay(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
+    """Return the storages of weights, buffers and arguments without a gradient."""
+    arguments = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)]
+    inputs = [x for x in arguments if not x.requires_grad]
+    everything = [*module.parameters(), *module.buffers(), *inputs]
+    return {x.untyped_storage().data_ptr() for x in everything if x.layout is torch.strided}
+
+
+def _comes_of_weight(x: Tensor) -> bool:
+    """Return whether `x` is a weight that was cast or viewed: its owner holds it anyway."""
+    node: Any = x.grad_fn
+    for _ in range(_MOST_NODES):
+        if node is None or len(node.next_functions) != 1:
+            return False
+        node = node.next_functions[0][0]
+        if isinstance(getattr(node, "variable", None), nn.Parameter):
+            return True
+    return False
