@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in options.only:
         left_s = end_s - time.monotonic()
         limit_s = min(PARTS[name].limit_s, left_s)
-        part = run(name, PARTS[name], options.out, limit_s, on_gpu)
+        more = [f"--cases={options.cases}", *(["--resume"] if options.resume else [])]
+        more = more if PARTS[name].has_cases else []
+        part = run(name, PARTS[name], options.out, limit_s, on_gpu, more)
         results["machine"] = part.get("machine") or results.get("machine")
         results["parts"][name] = part
         say(options.out, "\n".join(table(name, part)), "a")
@@ -55,17 +57,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(Status.FAILED in statuses)
 
 
-def run(name: str, part: Part, out: Path, limit_s: float, on_gpu: bool) -> dict:
-    """The part's rows, status, seconds, and why it failed."""
+def run(
+    name: str, part: Part, out: Path, limit_s: float, on_gpu: bool, more: Sequence[str] = ()
+) -> dict:
+    """The part's rows, status, seconds, and why it failed. more: which cases, for one of many."""
     if limit_s <= 0:
         why = f"the seconds for all parts are over; run it alone with --only {name}"
         return {"status": Status.NOT_RUN, "seconds": 0.0, "rows": [], "why": why}
     file, log = out / f"{name}.json", out / f"{name}.log"
-    file.unlink(missing_ok=True)
+    if "--resume" not in more:
+        file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "benchmarks.gpu.part"]
     began = time.monotonic()
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.gpu.part", part.module, str(file.absolute())],
+            [*command, part.module, str(file.absolute()), f"--seconds={limit_s}", *more],
             cwd=ROOT,
             env=environment(part, on_gpu),
             stdout=stream,
@@ -140,6 +146,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", type=names, default=[*PARTS], help=",".join(PARTS))
     parser.add_argument("--out", type=Path, default=Path("gpu_benchmarks"))
     parser.add_argument("--seconds", type=float, default=ALL_S, help="for all parts together")
+    parser.add_argument(
+        "--cases", default="", help="of part several: patterns of names, such as 'schedule *'"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="of part several: keep the rows of --out that hold"
+    )
     parser.add_argument("--cpu", action="store_true", help="small, on the CPU, in any case")
     parser.add_argument("--list", action="store_true", help="say what each part decides")
     return parser.parse_args(argv)

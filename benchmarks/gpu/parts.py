@@ -6,12 +6,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Part:
-    """A process. module: has `measure(here, found)`. env: set on a GPU only."""
+    """A process. module: has `measure(here, found)`. env: set on a GPU only. has_cases: it has so
+    many that some may be chosen, and ends by itself when its time is over.
+    """
 
     module: str
     decides: str
     limit_s: float
     env: Mapping[str, str] = field(default_factory=dict)
+    has_cases: bool = False
 
 
 EXPANDABLE = {
@@ -108,7 +111,10 @@ PARTS: dict[str, Part] = {
     ),
     "several": Part(
         "benchmarks.gpu.several",
-        "two GPUs or more: the numbers of one process, slices that are not aligned, a slow stage",
-        120,
+        "several ranks, which share a GPU over NCCL 2.30 where there are too few: every layout of "
+        "the parity matrix, saves, resumes, hangs and the order of calls; slices that are not "
+        "aligned, a slow stage",
+        580,
+        has_cases=True,
     ),
 }

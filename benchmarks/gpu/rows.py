@@ -4,11 +4,14 @@ One rule: a row that fails takes nothing else with it, and a time is judged on a
 On the CPU everything is small, which shows only that the script runs.
 """
 
+import math
+import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from typing import Any
 
 Number = float | int | str | None
@@ -32,12 +35,48 @@ class Row:
     detail: str = ""
 
 
+class NotRun(Exception):
+    """Why a case cannot be run here."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which cases of a part that has many are to be run.
+
+    pattern: of their names, with * and ?; "": as the part has it. end_s: no case begins that may
+    not be over then, on the clock of `time.monotonic`. earlier: rows of a run before, of which
+    those that hold are kept, and their cases not run again.
+    """
+
+    pattern: str = ""
+    end_s: float = math.inf
+    earlier: Sequence[Row] = ()
+
+    @property
+    def left_s(self) -> float:
+        return self.end_s - time.monotonic()
+
+    def wants(self, name: str) -> bool:
+        return not self.pattern or any(fnmatchcase(name, x) for x in self.pattern.split(","))
+
+
 class Found:
     """The rows of a part. small: on the CPU, where no time is judged. keep: called after each."""
 
-    def __init__(self, keep: Callable[[Sequence[Row]], object], *, small: bool) -> None:
-        self.small, self._keep = small, keep
-        self.rows: list[Row] = []
+    def __init__(
+        self,
+        keep: Callable[[Sequence[Row]], object],
+        *,
+        small: bool,
+        choice: Choice | None = None,
+    ) -> None:
+        self.small, self._keep, self.choice = small, keep, choice or Choice()
+        self.rows = [row for row in self.choice.earlier if row.status in (Status.OK, Status.SHOWN)]
+        self._known = {row.name for row in self.rows}
+
+    def is_known(self, name: str) -> bool:
+        """Whether a run before has it."""
+        return name in self._known
 
     def _add(self, *row: Any) -> None:
         self.rows.append(Row(*row))
@@ -62,13 +101,26 @@ class Found:
 
     @contextmanager
     def case(self, name: str) -> Generator[None]:
-        """What raises inside is a row that failed."""
+        """What raises inside is a row that failed, or that was not run."""
         try:
             yield
+        except NotRun as reason:
+            self.leave(name, str(reason))
         except Exception as error:
-            said = str(error).strip().splitlines() or [""]
+            # the assertion of a test may have no words but its line
+            said = str(error).strip().splitlines() or [_line_of(error)]
             text = f"{type(error).__name__}: {said[0]}"
             self._add(name, Status.FAILED, text, {}, traceback.format_exc())
+
+
+def _line_of(error: Exception) -> str:
+    return traceback.extract_tb(error.__traceback__)[-1].line or ""
+
+
+def expect(holds: bool, text: str) -> None:
+    """Raise what a case says where it is wrong; `Found.case` makes a row of it."""
+    if not holds:
+        raise AssertionError(text)
 
 
 def status_of(rows: Iterable[Mapping[str, object]]) -> Status:

@@ -39,9 +39,9 @@ EXAMPLES = {
     "own_loop_pipeline": "",
     "tensor_parallel_block": "",
     "fully_shard_offload": "",
-    "two_tower": "three stages, and NCCL wants a GPU for each",
-    "encoder_decoder": "four stages, and NCCL wants a GPU for each",
-    "topology": "four ranks at least, and NCCL wants a GPU for each",
+    "two_tower": "three stages, and this part has one rank",
+    "encoder_decoder": "four stages, and this part has one rank",
+    "topology": "four ranks at least, and this part has one",
 }
 """With why it cannot be shrunk to one rank."""
 SHRUNK = [

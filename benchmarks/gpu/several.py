@@ -1,25 +1,36 @@
-"""What takes two GPUs: the same numbers as one process, and times that depend on a peer.
+"""What takes several ranks: the same numbers as one process, and times that depend on a peer.
 
-On the CPU two ranks over gloo show that the script runs. Each case starts ranks of its own, so that
-one that hangs is ended alone.
+Where there are fewer GPUs than ranks, several share one (`launch.share_gpus`), and no time is
+judged. On the CPU ranks over gloo show that the script runs. A case that hangs is ended alone, and
+what was run is kept, so that a run with `--resume` has the rest.
 """
 
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.gpu import shared_bodies as bodies
 from benchmarks.gpu.here import Here, cycles_per_s
-from benchmarks.gpu.rows import Found
+from benchmarks.gpu.rows import Found, Status
+from benchmarks.gpu.shared_cases import TESTS, cases
+from benchmarks.gpu.shared_ranks import MOST as MOST_RANKS
+from benchmarks.gpu.shared_ranks import DeviceRanks
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.nccl_library import loaded_nccl
 from torchdistpackage.comm.runtime import leave, setup_distributed
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
+from torchdistpackage.environment.gpu_sharing import too_old
+from torchdistpackage.harness.pool import RankPool
 from torchdistpackage.launch.workers import run_local
 from torchdistpackage.parallel.pipeline.pipeline import Pipeline
 from torchdistpackage.train.job import PRELOAD
@@ -32,30 +43,95 @@ BIG, SMALL = 2**26, 2**12
 UNALIGNED = 1.05
 """What slices that begin anywhere may cost before aligning them pays."""
 SLOW_S, MICROBATCHES = 0.02, 8
+LEAST_S = 30.0
+"""Without so many seconds the parts that measure do not begin."""
 
 
 def measure(here: Here, found: Found) -> None:
-    number = 2 if here.small else min(torch.cuda.device_count(), MOST)
-    if number < 2:
-        found.leave("two ranks", "one GPU is visible, and NCCL refuses two ranks on it")
+    num_gpus = torch.cuda.device_count()
+    problem = "" if here.small else too_old(loaded_nccl(), 2)
+    if problem and num_gpus == 1:
+        found.leave("several ranks", f"one GPU is visible, and {problem}")
         return
-    with found.case(f"data parallel, {number} ranks"):
-        for each in zip(*_ranks(number, _distances), strict=True):
-            name, off = each[0][0], max(off for _, off in each)
-            found.judge(f"{name}, {number} ranks", off < CLOSE, f"off by {off:.1e}", off=off)
-    with found.case(f"Pipeline, {number} stages"):
-        off = max(_ranks(number, _pipeline_distance))
-        found.judge(f"Pipeline, {number} stages", off < CLOSE, f"loss off by {off:.1e}", off=off)
-    with found.case("slices that begin anywhere"):
-        size = SMALL if here.small else BIG
-        even_s, odd_s = (max(each) for each in zip(*_ranks(number, _scattered, size), strict=True))
-        text = f"{odd_s / even_s:.3f} of the time of aligned ones, {1e3 * even_s:.3f} ms"
-        ratio = odd_s / even_s
-        found.judge_time("slices that begin anywhere", ratio < UNALIGNED, text, ratio=ratio)
-    with found.case("stages behind a slow one"):
-        step_s, least_s = _ranks(number, _slow_last)[0]
-        text = f"{1e3 * step_s:.1f} ms a step where the slow stage alone takes {1e3 * least_s:.1f}"
-        found.show("stages behind a slow one", text, ratio=step_s / least_s)
+    number = 2 if here.small or num_gpus == 1 else min(num_gpus, MOST)
+    measures: dict[str, Callable[[Here, Found, int], object]] = {
+        f"data parallel, {number} ranks": _data_parallel,
+        f"Pipeline, {number} stages": _pipeline,
+        "slices that begin anywhere": _slices,
+        "stages behind a slow one": _slow_stage,
+    }
+    if find_spec("pytest") is None:
+        problem = "pytest is not installed, whose tests they are"
+    if problem:
+        found.leave("cases of the parity matrix", problem)
+    else:
+        run_cases(here, found)
+    for name, run in measures.items():
+        if found.choice.wants(name) and found.choice.left_s > LEAST_S:
+            with found.case(name):
+                run(here, found, number)
+
+
+def run_cases(here: Here, found: Found) -> None:
+    """The cases that are wanted and that a run before does not have, until the time is over."""
+    every = cases(on_gpu=not here.small)
+    wanted = [case for case in every if found.choice.wants(case.name)]
+    if here.small and not found.choice.pattern:
+        wanted = [case for case in wanted if case.by_default]
+    wanted = [case for case in wanted if not found.is_known(case.name)]
+    num_left = 0
+    tests = (path.partition(":")[0] for path in TESTS.values())
+    preload = [*PRELOAD, DeviceRanks.__module__, bodies.__name__, *tests]
+    if any(case.kind == "lora" for case in wanted) and find_spec("transformers"):
+        preload.append("transformers.models.llama.modeling_llama")
+    with tempfile.TemporaryDirectory() as folder, RankPool(MOST_RANKS, preload=preload) as pool:
+        ranks = DeviceRanks(Path(folder), pool)
+        for number, case in enumerate(wanted):
+            if found.choice.left_s < case.limit_s:
+                num_left += 1
+                continue
+            ranks.limit_s = case.limit_s
+            began_s = time.monotonic()
+            with found.case(case.name):
+                text = case.run(ranks)
+                seconds = time.monotonic() - began_s
+                found.judge(case.name, True, f"{text}; {seconds:.1f} s", seconds=seconds)
+            if case.is_base and found.rows[-1].status == Status.FAILED:
+                num_left = len(wanted) - number - 1
+                break
+    if num_left:
+        found.leave("other cases", f"{num_left} are left; --resume runs them, and keeps these")
+
+
+def _data_parallel(here: Here, found: Found, number: int) -> None:
+    for each in zip(*_ranks(number, _distances), strict=True):
+        name, off = each[0][0], max(off for _, off in each)
+        found.judge(f"{name}, {number} ranks", off < CLOSE, f"off by {off:.1e}", off=off)
+
+
+def _pipeline(here: Here, found: Found, number: int) -> None:
+    off = max(_ranks(number, _pipeline_distance))
+    found.judge(f"Pipeline, {number} stages", off < CLOSE, f"loss off by {off:.1e}", off=off)
+
+
+def _slices(here: Here, found: Found, number: int) -> None:
+    size = SMALL if here.small else BIG
+    even_s, odd_s = (max(each) for each in zip(*_ranks(number, _scattered, size), strict=True))
+    ratio = odd_s / even_s
+    text = f"{ratio:.3f} of the time of aligned ones, {1e3 * even_s:.3f} ms"
+    judge = found.judge_time if torch.cuda.device_count() >= number else _shown(found)
+    judge("slices that begin anywhere", ratio < UNALIGNED, text, ratio=ratio)
+
+
+def _slow_stage(here: Here, found: Found, number: int) -> None:
+    step_s, least_s = _ranks(number, _slow_last)[0]
+    text = f"{1e3 * step_s:.1f} ms a step where the slow stage alone takes {1e3 * least_s:.1f}"
+    found.show("stages behind a slow one", text, ratio=step_s / least_s)
+
+
+def _shown(found: Found) -> Callable[..., None]:
+    """A time of ranks that share a GPU is judged by nobody."""
+    return lambda name, holds, text, **numbers: found.show(name, text, **numbers)
 
 
 def _ranks(number: int, work: Callable[..., object], *args: object) -> list:
@@ -64,7 +140,7 @@ def _ranks(number: int, work: Callable[..., object], *args: object) -> list:
 
 def in_a_rank(name: str, args: Sequence[object]) -> object:
     """In a rank."""
-    setup_distributed()
+    setup_distributed(share_gpus=True)
     try:
         return globals()[name](*args)
     finally:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchdistpackage.checkpoint.parts import TopologyRank
+from torchdistpackage.comm import primitives
 from torchdistpackage.config.load import loads
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.ddp.sharded import ShardedOptimizer
@@ -25,8 +26,9 @@ def config(overrides: list[str]) -> RunConfig:
 
 
 def trainer(overrides: list[str]) -> Trainer:
+    """On the device of the default group: that of the tests is the CPU."""
     plan = make_plan(config(overrides), dist.get_world_size())
-    return build(plan, dist.get_rank(), torch.device("cpu"))
+    return build(plan, dist.get_rank(), primitives.device_of(dist.group.WORLD))
 
 
 def held(run: Trainer, pick: str) -> Held:
@@ -40,7 +42,7 @@ def held(run: Trainer, pick: str) -> Held:
         layouts = {p: layout for layout, p in named}
         shards = run.optimizer.shards
         mine = [place.sliced(layouts[s.parameter], s, s.tensor.grad) for s in shards]
-    return [(x.name, x.shape, where, t.clone()) for x in mine for where, t in x.parts]
+    return [(x.name, x.shape, where, t.to("cpu", copy=True)) for x in mine for where, t in x.parts]
 
 
 def whole(ranks: Iterable[Held], *, rtol: float = 1e-12, atol: float = 1e-14) -> dict[str, Tensor]:

@@ -132,6 +132,15 @@ class RankPool:
             ranks.signal(signal.SIGCONT)
             self._awake = ranks
 
+    def end(self, world_size: int) -> None:
+        """End the ranks of one world, which may hold memory of a device; asked for again, it gets
+        new ones.
+        """
+        if (ranks := self._sets.pop(world_size, None)) is not None:
+            ranks.end()
+            if self._awake is ranks:
+                self._awake = None
+
     def close(self) -> None:
         """End all ranks. Ending the interpreter, by whatever means, does so too."""
         self.server.close()
@@ -218,7 +227,7 @@ class Ranks:
             if len(outcomes) < self.world_size:
                 raise RankError(self._hung(fn, limit_s, set(outcomes)))
         except BaseException:
-            self._kill()
+            self.end()
             raise
         self._met_late = late if all(a.keeps_group for a in answers.values()) else None
         values = [o.value for _, o in sorted(outcomes.items()) if isinstance(o, Result)]
@@ -233,7 +242,7 @@ class Ranks:
         if self._group.ranks:
             self._group.poll(0)  # the server's word of an end may be late on a busy machine
             if self._group.hung_up:
-                self._kill()
+                self.end()
         for rank in range(len(self._group.ranks), self.world_size):
             environment = {
                 **os.environ,
@@ -313,7 +322,8 @@ class Ranks:
                 lines += [text for text in (stacks, tail(self._output(rank))) if text]
         return "\n".join(lines)
 
-    def _kill(self) -> None:
+    def end(self) -> None:
+        """End the processes; the next run starts new ones."""
         self._group.kill()
         self._met_late = None
 
