@@ -95,6 +95,17 @@ DATA: Mapping[str, DataSpec] = {
             needs="`pip install pyarrow`",
         ),
         DataSpec(
+            "arrow",
+            path="file or folder",
+            reader="torchdistpackage.data.tokens.arrow_rows:ArrowRows",
+            has_rows=True,
+            suffix=".arrow",
+            in_blend=True,
+            document="a row of Hugging Face `datasets`: a folder of `save_to_disk` or of its "
+            "cache, with a text in the column `data.field`",
+            needs="`pip install pyarrow`",
+        ),
+        DataSpec(
             "tokens",
             path="file",
             ids=f"{_CORPUS}:tokens",
@@ -216,9 +227,9 @@ class DataSection(NamedSection):
 
     name: DataName = Field(
         default="python_stdlib",
-        description="Kind of data: the sources of Python's standard library, files of text, jsonl "
-        "or parquet, binary token ids (tokens), or pairs of answers (preference). Leave it out "
-        "with target.",
+        description="Kind of data: the sources of Python's standard library, files of text, jsonl, "
+        "parquet or arrow, binary token ids (tokens), or pairs of answers (preference). Leave it "
+        "out with target.",
     )
     path: k.PathOrNull = Field(
         default=None,

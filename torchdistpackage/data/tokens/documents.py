@@ -25,7 +25,7 @@ from torchdistpackage.data.tokens.chat_rows import (
     alpaca_texts,
     is_alpaca,
 )
-from torchdistpackage.data.tokens.parquet_rows import parquet_file, plain_rows
+from torchdistpackage.data.tokens.parquet_rows import parquet_file, parquet_rows
 from torchdistpackage.errors import DataError
 from torchdistpackage.lazy import resolve
 
@@ -142,6 +142,9 @@ def files_of(kind: str, path: Path) -> list[Path]:
         folders[:] = [name for name in folders if name[0] != "."]
         paths = (Path(folder, n) for n in names if n[0] != "." and n.endswith(suffix))
         files += [path for path in paths if path.is_file()]  # reading a pipe would never end
+    if kind in DATA and DATA[kind].reader:
+        chosen = getattr(reader_of(kind), "data_files", None)  # of a format with other files too
+        files = files if chosen is None else chosen(path, files)
     if not files:
         missing = f"no {suffix} file" if suffix else "no file"
         raise DataError(f"data.path {path}: there is {missing} there; put the data there")
@@ -380,21 +383,38 @@ def _rows(
     path = piece.path
     groups = list(range(piece.first, piece.last))
     with parquet_file(path) as file:
+        rows = partial(parquet_rows, file, groups)
         columns = file.schema_arrow.names
-        names, missing = _columns(field, columns)
-        if missing is not None:
-            raise DataError(
-                f"{path}: no column {missing!r}; there are {', '.join(columns)} (data.field)"
-            )
-        for row in plain_rows(file, groups, names):
-            number += 1
-            where = f"{path}: row {number}"
-            try:
-                if isinstance(row, ValueError):
-                    raise DataError(f"{where}: not JSON: {row}")
-                yield reader(row, where)
-            except DataError as error:
-                yield error
+        yield from table_documents(path, field, reader, number, columns, rows)
+
+
+def table_documents(
+    path: Path,
+    field: str,
+    reader: Reader,
+    number: int,
+    columns: list[str],
+    rows: Callable[[list[str]], Iterator[dict[str, Any] | ValueError]],
+) -> Iterator[Document | AnswerPair | DataError]:
+    """Yield the documents of rows of a table; number: rows of the file before them.
+
+    columns: names of all. rows: called with the names of those to read; a row that is wrong comes
+    as its error.
+    """
+    names, missing = _columns(field, columns)
+    if missing is not None:
+        raise DataError(
+            f"{path}: no column {missing!r}; there are {', '.join(columns)} (data.field)"
+        )
+    for row in rows(names):
+        number += 1
+        where = f"{path}: row {number}"
+        try:
+            if isinstance(row, ValueError):
+                raise DataError(f"{where}: not JSON: {row}")
+            yield reader(row, where)
+        except DataError as error:
+            yield error
 
 
 def _columns(field: str, columns: list[str]) -> tuple[list[str], str | None]:

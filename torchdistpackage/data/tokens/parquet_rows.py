@@ -4,7 +4,7 @@ Arrow gives every struct of a column the keys of all its structs, so null in a s
 the row lacks. In a map and in a list null is a value.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +13,10 @@ from torchdistpackage.bounded import parse_json
 from torchdistpackage.errors import DataError
 
 if TYPE_CHECKING:
-    from pyarrow import DataType
+    from pyarrow import DataType, RecordBatch, Schema
     from pyarrow.parquet import ParquetFile
 
-_ROWS = 512
+ROWS_AT_ONCE = 512
 """Rows that are in memory at once."""
 
 Plain = Callable[[Any], Any]
@@ -41,17 +41,30 @@ def parquet_file(path: Path) -> "Iterator[ParquetFile]":
         raise DataError(f"cannot read {path} as parquet: {error}") from error
 
 
-def plain_rows(
+def parquet_rows(
     file: "ParquetFile", groups: list[int], names: list[str]
 ) -> Iterator[dict[str, Any] | ValueError]:
-    """Yield these columns of the rows of row groups; a row with invalid JSON comes as its error."""
+    """Yield these columns of the rows of row groups, see `plain_rows`."""
+    batches = file.iter_batches(ROWS_AT_ONCE, row_groups=groups, columns=names)
+    return plain_rows(file.schema_arrow, batches, names)
+
+
+def plain_rows(
+    schema: "Schema", batches: "Iterable[RecordBatch]", names: list[str]
+) -> Iterator[dict[str, Any] | ValueError]:
+    """Yield these columns of the rows of batches; a row with invalid JSON comes as its error."""
     makers = {
         field.name: make
-        for field in file.schema_arrow
+        for field in schema
         if field.name in names and (make := _plain(field.type)) is not None
     }
-    for batch in file.iter_batches(_ROWS, row_groups=groups, columns=names):
-        for row in batch.to_pylist():
+    parts = (
+        batch.slice(first, ROWS_AT_ONCE)
+        for batch in batches
+        for first in range(0, batch.num_rows, ROWS_AT_ONCE)
+    )
+    for batch in parts:
+        for row in batch.select(names).to_pylist():
             try:
                 for name, make in makers.items():
                     row[name] = make(row[name])
