@@ -4,6 +4,7 @@
                                           of docs/hugging_face.md that counts them
     scripts/coverage --state FILE         the same in pieces: what FILE has is not tried again
     scripts/coverage olmo2 mixtral        a few, printed alone
+    scripts/coverage --layouts            the layouts of all of them alone: minutes, and no step
 
 Each class is made small, trained for three AdamW steps in float64 on two ranks, and compared with
 transformers in one process: losses, gradients and weights. The layouts of `tensor_parallel(model)`
@@ -155,6 +156,25 @@ def rows(pool: RankPool, wanted: list[str], axes: Mapping[str, list[str]] = AXES
         yield row
 
 
+def layouts_alone(pool: RankPool, wanted: list[str]) -> Iterator[tuple[str, str]]:
+    """For each name whether `tensor_parallel(model)` and `model.hf` split it equally over two ranks:
+    `equal`, how they differ, why a run refuses it, or STOPPED and what was raised."""
+    for name in wanted:
+        with tempfile.TemporaryDirectory() as folder:
+            at, small = f"{folder}/model", settings(name)
+            try:
+                why = pool(1).run(coverage_ranks.refused_settings, small)[0]
+                if why is None:
+                    pool(1).run(coverage_ranks.make_folder, small, at)
+                    run = [f"model.hf={at}", *TENSOR]
+                    why = pool(1).run(coverage_ranks.refusal, run, 2)[0]
+                if why is None:
+                    why = pool(1).run(coverage_ranks.other_layouts, at)[0] or "equal"
+            except Exception as error:  # whatever transformers raises
+                why = STOPPED + _last_line(error)
+        yield name, why
+
+
 def _size(overrides: list[str]) -> int:
     """Ranks of a layout of two along each axis."""
     return 2 ** sum(x in ("parallel.data=2", PIPE[0], TENSOR[0]) for x in overrides)
@@ -248,8 +268,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--state", type=Path)
+    parser.add_argument("--layouts", action="store_true")
     asked = parser.parse_args()
     wanted = asked.names or names()
+    if asked.layouts:
+        with RankPool(preload=PRELOAD) as pool:
+            for name, found in layouts_alone(pool, wanted):
+                print(f"{name}: {found}", flush=True)
+        return
     done: dict[str, dict[str, Any]] = {}
     if asked.state is not None and asked.state.exists():
         done = {r["name"]: r for r in map(json.loads, asked.state.read_text().splitlines())}
