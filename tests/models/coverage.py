@@ -157,7 +157,7 @@ def rows(pool: RankPool, wanted: list[str], axes: Mapping[str, list[str]] = AXES
 
 
 def layouts_alone(pool: RankPool, wanted: list[str]) -> Iterator[tuple[str, str]]:
-    """For each name whether `tensor_parallel(model)` and `model.hf` split it equally over two ranks:
+    """For each name how `tensor_parallel(model)` and `model.hf` split it over two ranks:
     `equal`, how they differ, why a run refuses it, or STOPPED and what was raised."""
     for name in wanted:
         with tempfile.TemporaryDirectory() as folder:

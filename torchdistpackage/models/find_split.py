@@ -21,6 +21,7 @@ from torchdistpackage.models.transformers_layout import (
     setting_problems,
     split_table,
 )
+from torchdistpackage.models.transformers_meta import settings_of
 from torchdistpackage.parallel.auto.split_model import ModelSplit
 
 
@@ -30,7 +31,7 @@ def shape_of(model: Any, num_ranks: int, sequence_parallel: bool = False) -> Tra
     Raises:
         LayoutError: so many ranks cannot share it by a table, and why.
     """
-    config_dict = model.config.to_diff_dict()  # what its config.json holds
+    config_dict = settings_of(model)
     family = str(config_dict.get("model_type"))
     shape = TransformersShape(family, config_dict, 1, sequence_parallel, None, num_ranks)
     try:

@@ -93,6 +93,26 @@ def known_settings(config_dict: Mapping[str, Any]) -> Any:
     return config
 
 
+def settings_of(model: Any) -> dict[str, Any]:
+    """Return what config.json holds of a causal language model of transformers.
+
+    A class that is made of one section of its settings keeps that section alone, whose model_type
+    has no causal language model; it is put back where config.json has it.
+    """
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    own: dict[str, Any] = model.config.to_diff_dict()
+    if type(model.config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return own
+    for family, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        if name == type(model).__name__ and family in CONFIG_MAPPING:
+            sections = getattr(CONFIG_MAPPING[family], "sub_configs", {})
+            if sections.get("text_config") is type(model.config):
+                return {"model_type": family, "text_config": own}
+    return own
+
+
 def _unbuildable(config: Any) -> str | None:
     """Return why transformers cannot build a causal language model from these settings, by what its
     classes ask for; None: it may.
