@@ -119,7 +119,7 @@ def test_what_cannot_be_evaluated_is_refused_together(tmp_path, capsys, monkeypa
     missing = ["--task-path", str(tmp_path / "no"), "--data", str(source / "config.json")]
     assert main(["eval", str(source), "--lm-eval", "tiny", *missing]) == 2
     text = capsys.readouterr().err
-    assert "pip install torchdistpackage[lm-eval]" in text
+    assert 'pip install "torchdistpackage[lm-eval]"' in text
     assert "--task-path" in text and "--data has no effect" in text
     assert main(["eval", str(source), "--limit", "3"]) == 2
     assert "--limit has no effect without --lm-eval" in capsys.readouterr().err

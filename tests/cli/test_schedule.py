@@ -157,7 +157,7 @@ def test_all_files_are_of_one_timeline(tmp_path):
 def test_a_png_without_matplotlib_is_refused_with_the_way_to_get_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main([*sized("1f1b", 2, 2), "--png", str(tmp_path / "a.png")]) == 2
-    assert "pip install 'torchdistpackage[plot]'" in capsys.readouterr().err
+    assert 'pip install "torchdistpackage[plot]"' in capsys.readouterr().err
 
 
 def test_the_csv_has_a_row_for_each_rank_and_is_read_back(tmp_path, capsys):

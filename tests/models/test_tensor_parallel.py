@@ -116,11 +116,11 @@ def test_traffic_of_a_model_that_a_table_splits_is_counted(ranks):
     ranks(SIZE).run(counted_calls)
 
 
-TWELVE = [*sorted(registry.FAMILIES), "gemma", "mixtral", "emu3"]
+CLASSES = [*sorted(registry.FAMILIES), "gemma", "mixtral", "emu3"]
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("name", TWELVE)
+@pytest.mark.parametrize("name", CLASSES)
 def test_layouts_are_those_of_a_run(tmp_path, name):
     """`scripts/coverage` looks at all classes."""
     small = coverage.settings(name, **({"multi_query": False} if name == "falcon" else {}))

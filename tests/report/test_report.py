@@ -258,7 +258,7 @@ def test_a_missing_library_is_named_with_its_extra(tmp_path: Path, monkeypatch, 
 
     monkeypatch.setattr("torchdistpackage.report.page.files", missing)
     assert main(["report", str(write_run(tmp_path / "a"))]) == 2
-    assert "pip install 'torchdistpackage[report]'" in " ".join(capsys.readouterr().err.split())
+    assert 'pip install "torchdistpackage[report]"' in " ".join(capsys.readouterr().err.split())
 
 
 def test_rows_are_read_once_also_when_a_run_replaces_its_file(tmp_path: Path):

@@ -222,7 +222,7 @@ def test_the_png_of_a_pair_has_both_panels_and_the_waits():
 def test_without_matplotlib_a_png_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(
-        ConfigError, match=r"pip install 'torchdistpackage\[plot\]', or draw an SVG"
+        ConfigError, match=r'pip install "torchdistpackage\[plot\]", or draw an SVG'
     ):
         draw.png(predicted())
 

@@ -206,7 +206,7 @@ def _evaluate_tasks(
         problems.append("--lm-eval names no task; give names, separated by commas")
     with_defaults = True
     if find_spec("lm_eval") is None:
-        problems.append("--lm-eval needs lm-eval; pip install torchdistpackage[lm-eval]")
+        problems.append('--lm-eval needs lm-eval; pip install "torchdistpackage[lm-eval]"')
     elif not problems and detect(os.environ).source == "alone":
         path = None if options.path is None else str(options.path)
         unknown, with_defaults = resolve(UNKNOWN_TASKS)(names, path)

@@ -92,7 +92,7 @@ DATA: Mapping[str, DataSpec] = {
             suffix=".parquet",
             in_blend=True,
             document="a row, with a text in the column `data.field`",
-            needs="`pip install pyarrow`",
+            needs='`pip install "torchdistpackage[parquet]"`',
         ),
         DataSpec(
             "arrow",
@@ -103,7 +103,7 @@ DATA: Mapping[str, DataSpec] = {
             in_blend=True,
             document="a row of Hugging Face `datasets`: a folder of `save_to_disk` or of its "
             "cache, with a text in the column `data.field`",
-            needs="`pip install pyarrow`",
+            needs='`pip install "torchdistpackage[parquet]"`',
         ),
         DataSpec(
             "tokens",

@@ -596,8 +596,8 @@ class LogSection(Section):
     )
     report: bool = Field(
         default=False,
-        description="Write report.html to the run folder at the end. Needs pip install "
-        "torchdistpackage[report].",
+        description="Write report.html to the run folder at the end. Needs "
+        'pip install "torchdistpackage[report]".',
     )
     profile: k.PathOrNull = Field(
         default=None,
@@ -608,7 +608,8 @@ class LogSection(Section):
     to: k.TrackerNames = Field(
         default=(),
         description="Services that receive the rows of metrics.jsonl too. Each needs the extra of "
-        "its name, such as pip install torchdistpackage[wandb].",
+        "its name, such as "
+        'pip install "torchdistpackage[wandb]".',
     )
     callbacks: k.ImportPaths = Field(
         default=(),

@@ -56,7 +56,7 @@ def plotly_script() -> str:
     except (ModuleNotFoundError, FileNotFoundError) as error:
         raise ConfigError(
             f"a report needs plotly, which is not there ({error}); "
-            f"pip install 'torchdistpackage[report]'"
+            'pip install "torchdistpackage[report]"'
         ) from error
 
 

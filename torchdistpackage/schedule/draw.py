@@ -221,7 +221,7 @@ def _png(panels: Panels) -> bytes:
     except ImportError as error:
         raise ConfigError(
             f"a PNG needs matplotlib, which cannot be imported ({error}); "
-            f"pip install 'torchdistpackage[plot]', or draw an SVG"
+            'pip install "torchdistpackage[plot]", or draw an SVG'
         ) from error
     timelines = [timeline for timeline, _ in panels.values()]
     rows = [len(timeline.spans) for timeline in timelines]

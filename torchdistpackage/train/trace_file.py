@@ -280,7 +280,7 @@ def png(trace: RunTrace) -> bytes:
     except ImportError as error:
         raise ConfigError(
             f"a PNG needs matplotlib, which cannot be imported ({error}); "
-            f"pip install 'torchdistpackage[plot]', or open {TRACE} in ui.perfetto.dev"
+            f'pip install "torchdistpackage[plot]", or open {TRACE} in ui.perfetto.dev'
         ) from error
     ranks = list(trace.ranks.values())[:_MOST_RANKS]
     groups = sorted({group for rank in ranks for group in rank.groups})

@@ -120,7 +120,7 @@ def _opened(path: Path) -> "Iterator[RecordBatchReader]":
     except ImportError as error:
         raise DataError(
             f"data.name=arrow needs pyarrow, which cannot be imported ({error}); "
-            f"pip install pyarrow, or write JSON lines"
+            'pip install "torchdistpackage[parquet]", or write JSON lines'
         ) from error
     try:
         with memory_map(str(path)) as file, ipc.open_stream(file) as reader:

@@ -32,7 +32,7 @@ def parquet_file(path: Path) -> "Iterator[ParquetFile]":
     except ImportError as error:
         raise DataError(
             f"data.name=parquet needs pyarrow, which cannot be imported ({error}); "
-            f"pip install pyarrow, or write JSON lines"
+            'pip install "torchdistpackage[parquet]", or write JSON lines'
         ) from error
     try:
         with ParquetFile(path) as file:

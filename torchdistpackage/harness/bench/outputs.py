@@ -125,7 +125,7 @@ def missing_matplotlib() -> str:
         why = str(error).strip().partition("\n")[0]
         return (
             f"matplotlib, which cannot be imported ({type(error).__name__}: {why}); "
-            f"pip install 'torchdistpackage[plot]'"
+            'pip install "torchdistpackage[plot]"'
         )
     return ""
 
