@@ -13,7 +13,7 @@ import pytest
 from tests.train.forked import Forked, places
 from torchdistpackage.cli import comm, comm_ranks
 from torchdistpackage.cli.main import main
-from torchdistpackage.errors import AbsentError
+from torchdistpackage.errors import AbsentError, CommError
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "configs" / "gpt_tiny.yaml")
@@ -202,6 +202,20 @@ def test_ranks_that_never_came_are_said_once_with_the_option_that_waits(monkeypa
     assert said["1"].startswith("tdp: rank 0 did not come; ") and "--timeout" in said["1"]
     assert "init_timeout_s" not in said["1"] and said["2"] == said["3"] == ""
     assert waited == [10.0] * 3
+
+
+@pytest.mark.parametrize("shares", ["true", "false"])
+def test_ranks_of_a_file_share_gpus_if_it_says_so(monkeypatch, shares):
+    asked = []
+
+    def start(*_, share_gpus, **__):
+        asked.append(share_gpus)
+        raise CommError("enough")
+
+    monkeypatch.setattr(comm_ranks, "run_on_topology", start)
+    words = [TINY, f"launch.share_gpus={shares}"]
+    assert main(["comm", "test", *words]) == 1
+    assert asked == [shares == "true"]
 
 
 def test_a_refusal_is_said_by_rank_0_alone(monkeypatch, capsys):

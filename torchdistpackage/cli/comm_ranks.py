@@ -54,13 +54,14 @@ Procs = Annotated[
 class CommTarget:
     """The groups along `axes` (outermost first) of `num_ranks` ranks, for `run_on_topology`.
 
-    init_timeout_s: launch.init_timeout_s of CONFIG; None without CONFIG.
+    init_timeout_s: launch.init_timeout_s of CONFIG; None without CONFIG. share_gpus: likewise.
     """
 
     axes: tuple[tuple[str, int | None], ...]
     num_ranks: int
     expert: int = 1
     init_timeout_s: float | None = None
+    share_gpus: bool = False
 
 
 def parse_target(words: Sequence[str], axes: str | None, procs: int | None) -> CommTarget:
@@ -125,6 +126,7 @@ def run_ranks(
                 expert=target.expert,
                 init_timeout_s=target.init_timeout_s or init_timeout_s,
                 note=str(note),
+                share_gpus=target.share_gpus,
             )
         except CommTestError as error:
             # this process is one of the ranks, and all of them have the same message: one prints it
@@ -163,6 +165,7 @@ def _of_run(words: Sequence[str], procs: int | None, rendezvous: Rendezvous) -> 
         plan.world_size,
         plan.config.parallel.expert,
         plan.config.launch.init_timeout_s,
+        plan.config.launch.share_gpus,
     )
 
 

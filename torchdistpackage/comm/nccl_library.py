@@ -8,7 +8,7 @@ import ctypes
 import os
 from contextlib import suppress
 
-import torch
+import torch.cuda.nccl
 import torch.distributed as dist
 
 from torchdistpackage.environment.gpu_sharing import nccl_version

@@ -358,6 +358,7 @@ def run_on_topology(
     expert: int = 1,
     init_timeout_s: float = INIT_TIMEOUT_S,
     note: str = "",
+    share_gpus: bool = False,
 ) -> list[Any] | None:
     """Call `fn(*args)` on every rank, in groups along `axes`.
 
@@ -367,6 +368,7 @@ def run_on_topology(
     procs: ranks; None: as the launcher says, or as the axes multiply to.
     expert: ranks along the data axis that share the experts.
     note: a file for the text of a CommError of a rank, which the parent may end before it is heard.
+    share_gpus: as `setup_distributed` takes it.
 
     Returns the results by rank, in one process: the one that started the ranks, or under a
     launcher rank 0. None in all others.
@@ -379,7 +381,7 @@ def run_on_topology(
     rendezvous = detect(os.environ)
     world_size = num_ranks(axes, procs, rendezvous)
     topology(axes, world_size, expert=expert)
-    call = (EntryPoint.of(fn), tuple(args), tuple(axes), expert, init_timeout_s, note)
+    call = (EntryPoint.of(fn), tuple(args), tuple(axes), expert, init_timeout_s, note, share_gpus)
     if rendezvous.source != "alone":
         return EntryPoint.of(_RUN_WORKER).resolve()(*call, together=True)  # type: ignore[return-value]
     return run_local(_RUN_WORKER, call, num_procs=world_size, preload=_PRELOAD)

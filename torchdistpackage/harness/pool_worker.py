@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import logging
 import os
 import random
 import signal
@@ -45,6 +46,8 @@ from torchdistpackage.launch.entrypoint import EntryPoint, Result, load_and_call
 from torchdistpackage.launch.ipc import Channel
 from torchdistpackage.launch.process import num_threads
 
+log = logging.getLogger(__name__)
+
 # Longer than any test may take: a hang is the pool's to report, with stacks, and not gloo's.
 _GROUP_TIMEOUT = timedelta(hours=1)
 _MANY_THREADS = 4
@@ -57,6 +60,7 @@ def run_worker(
     expert: int,
     init_timeout_s: float,
     note: str,
+    share_gpus: bool,
     *,
     together: bool = False,
 ) -> Any:
@@ -68,7 +72,9 @@ def run_worker(
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # the ranks of a node would otherwise each take all its cores
     end_processes()
-    join(detect(os.environ), init_timeout_s=init_timeout_s)
+    joined = join(detect(os.environ), init_timeout_s=init_timeout_s, share_gpus=share_gpus)
+    if joined.sharing and joined.rendezvous.rank == 0:
+        log.warning("%s", joined.sharing)
     tpc.setup_process_groups(axes, expert=expert)
     try:
         result: object = reference.resolve()(*args)
