@@ -1,0 +1,235 @@
+"""`tdp doctor`: one report about this machine to paste where one asks for help.
+
+Each section reads its facts anew, and says in a line why where it cannot. Values of environment
+variables are printed only for those of _VARIABLES, and never where a name or a value may hold a
+secret.
+"""
+
+import os
+import platform
+import re
+import resource
+import socket
+import stat
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from torchdistpackage.environment.network import is_loopback, read_addresses, resolve
+from torchdistpackage.errors import TorchDistError
+from torchdistpackage.launch.process import usable_cpus
+from torchdistpackage.launch.slurm.query import run_command
+
+TIMEOUT_S = 10.0
+"""How long a command of the machine, such as sinfo, is waited for."""
+MIN_OPEN_FILES, MIN_SHARED_MEMORY = 4096, 1 << 30
+MIN_FREE_BYTES, MIN_FREE_FILES = 10 << 30, 10_000
+"""Below these a report warns: a rank 0 of thousands of ranks keeps many sockets; data workers and
+NCCL use /dev/shm; a checkpoint needs room and files."""
+_VARIABLES = re.compile(
+    r"(CUDA|NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|NVIDIA|SLURM|MASTER|RANK|WORLD_SIZE|LOCAL_RANK|HF_HUB|"
+    r"TRANSFORMERS|TDP|PYTHON|LD|TMPDIR|VIRTUAL_ENV|CONDA)(_|$|PATH)"
+)
+_SECRETS = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|://[^/@\s]*@", re.IGNORECASE)
+_GPU_FACTS = (
+    "index,name,driver_version,memory.total,ecc.mode.current,"
+    "ecc.errors.uncorrected.volatile.total,clocks.sm,clocks.max.sm,temperature.gpu,"
+    "pcie.link.gen.current,pcie.link.width.current"
+)
+
+Facts = Iterator[tuple[str, str]]
+"""Names and values; the name "!" marks a warning."""
+
+
+def doctor(
+    folder: Annotated[
+        Path, typer.Option("--folder", help="Folder of runs, whose file system is looked at.")
+    ] = Path("runs"),
+) -> None:
+    """Print one report about this machine, without secrets, to paste where you ask for help."""
+    warnings: list[str] = []
+    for title, lines in report(os.environ, folder):
+        typer.echo(f"\n{title}" if title != "Versions" else title)
+        for name, value in lines:
+            if name == "!":
+                warnings.append(f"{title.lower()}: {value}")
+            else:
+                typer.echo(f"  {name}: {value}")
+    typer.echo("\nLook at" if warnings else "\nNothing stands out.")
+    for warning in warnings:
+        typer.echo(f"  {warning}")
+
+
+def report(env: Mapping[str, str], folder: Path) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Yield the title of each section and its facts."""
+    sections: dict[str, Callable[[], Facts]] = {
+        "Versions": _versions,
+        "Machine": lambda: _machine(env),
+        "Devices": _devices,
+        "Limits": _limits,
+        "Network": _network,
+        "Slurm": lambda: _slurm(env),
+        "File systems": lambda: _file_systems(env, folder),
+        "Environment variables": lambda: _variables(env),
+    }
+    for title, facts in sections.items():
+        lines: list[tuple[str, str]] = []
+        try:
+            for fact in facts():  # one by one: what came before an error stays
+                lines.append(fact)
+        except (OSError, ValueError, RuntimeError, TorchDistError) as error:
+            lines.append(("not read", str(error) or type(error).__name__))
+        yield title, lines
+
+
+def _versions() -> Facts:
+    name = "torchdistpackage"
+    yield name, version(name)
+    yield "Python", f"{platform.python_version()} ({platform.python_implementation()})"
+    wanted = [re.split(r"[\s;<>=!\[~(]", x)[0] for x in distribution(name).requires or ()]
+    for package in sorted({*wanted, "peft", "numpy", "nvidia-nccl-cu13"}, key=str.lower):
+        try:
+            yield package, version(package)
+        except PackageNotFoundError:
+            continue
+
+
+def _machine(env: Mapping[str, str]) -> Facts:
+    yield "host", socket.gethostname()
+    yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
+    yield "libc", " ".join(platform.libc_ver())
+    models = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    if models:
+        yield "CPU", f"{models[0]}, {len(models)} threads"
+    yield "usable CPUs", str(usable_cpus(env))
+    memory = dict(re.findall(r"^(\w+):\s*(\d+) kB$", Path("/proc/meminfo").read_text(), re.M))
+    for key in ("MemTotal", "MemAvailable", "SwapTotal"):
+        yield key, _bytes(int(memory[key]) * 1024)
+
+
+def _devices() -> Facts:
+    import torch  # seconds, and the sections before it need none
+
+    yield "CUDA of torch", str(torch.version.cuda)
+    if not torch.cuda.is_available():
+        yield "GPUs", "none that torch can use"
+        if Path("/proc/driver/nvidia").exists():
+            yield "!", "there is an NVIDIA driver, and torch finds no GPU; compare its CUDA version"
+        return
+    yield "NCCL", ".".join(map(str, torch.cuda.nccl.version()))
+    for index in range(torch.cuda.device_count()):
+        gpu: Any = torch.cuda.get_device_properties(index)
+        yield f"GPU {index}", f"{gpu.name}, {_bytes(gpu.total_memory)}"
+    done = run_command(
+        ["nvidia-smi", f"--query-gpu={_GPU_FACTS}", "--format=csv,noheader"], timeout_s=TIMEOUT_S
+    )
+    if done.code:
+        yield "nvidia-smi", done.why
+        return
+    yield "nvidia-smi", _GPU_FACTS
+    for line in done.out.splitlines():
+        index, *facts = [x.strip() for x in line.split(",")]
+        yield f"GPU {index}", ", ".join(facts)
+        errors = facts[4] if len(facts) > 4 else "0"
+        if errors.isdecimal() and int(errors):
+            yield "!", f"GPU {index} counts {errors} uncorrected memory errors; leave it out"
+
+
+def _limits() -> Facts:
+    for name in ("NOFILE", "MEMLOCK", "NPROC", "STACK", "CORE"):
+        soft, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
+        yield name.lower(), f"{_limit(soft)} (at most {_limit(hard)})"
+        if name == "NOFILE" and hard != resource.RLIM_INFINITY and hard < MIN_OPEN_FILES:
+            yield "!", f"at most {hard:,} open files (ulimit -Hn), which thousands of ranks exceed"
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if Path("/sys/class/infiniband").exists() and locked != resource.RLIM_INFINITY:
+        yield "!", "InfiniBand needs locked memory without a limit (ulimit -l unlimited)"
+    mask = os.umask(0o077)
+    os.umask(mask)
+    yield "umask", f"{mask:03o}"
+
+
+def _network() -> Facts:
+    for address in read_addresses():
+        yield address.interface, f"{address.ip}{'' if address.up else ', down'}"
+    host = socket.gethostname()
+    found = resolve(host)
+    yield f"{host} resolves to", ", ".join(found) or "nothing"
+    if not any(not is_loopback(x) for x in found):
+        yield (
+            "!",
+            f"{host} has no address by its own name that another node could reach; set "
+            f"MASTER_ADDR for runs on several nodes without Slurm",
+        )
+
+
+def _slurm(env: Mapping[str, str]) -> Facts:
+    done = run_command(["scontrol", "--version"], timeout_s=TIMEOUT_S)
+    yield "version", done.out.strip() if done.code == 0 else done.why
+    done = run_command(
+        ["sinfo", "--noheader", "--format=%P %a %l %D nodes, %c CPUs, %m MB, %G"],
+        timeout_s=TIMEOUT_S,
+    )
+    if done.code:
+        yield "partitions", done.why
+    for line in done.out.splitlines() if done.code == 0 else ():
+        name, _, rest = line.partition(" ")
+        yield f"partition {name}", rest
+    if job := env.get("SLURM_JOB_ID"):
+        yield "in job", job
+
+
+def _file_systems(env: Mapping[str, str], folder: Path) -> Facts:
+    mounts = [line.split()[1:4] for line in Path("/proc/mounts").read_text().splitlines()]
+    shared = Path("/dev/shm")
+    places = {
+        "runs": folder.absolute(),
+        "home": Path(env.get("HOME", "/")),
+        "temporary files": Path(tempfile.gettempdir()),
+        "shared memory": shared,
+    }
+    for name, path in places.items():
+        while not path.exists():
+            path = path.parent
+        mount, kind, options = max(
+            (m for m in mounts if path.is_relative_to(m[0])), key=lambda m: len(m[0])
+        )
+        room = os.statvfs(path)
+        free = room.f_bavail * room.f_frsize
+        flags = [x for x in ("ro", "noexec") if x in options.split(",")]
+        files = f", {room.f_favail:,} files" if room.f_files else ""
+        yield (
+            name,
+            f"{path} on {mount} ({', '.join([kind, *flags])}): {_bytes(free)}{files} free"
+            f"{'' if os.access(path, os.W_OK) else ', not writable'}",
+        )
+        if path == shared:
+            if room.f_blocks * room.f_frsize < MIN_SHARED_MEMORY:
+                yield "!", f"{shared} has {_bytes(room.f_blocks * room.f_frsize)}; give it 1 GiB"
+            continue
+        if not os.access(path, os.W_OK):
+            yield "!", f"{name}: {path} is not writable"
+        if free < MIN_FREE_BYTES or (room.f_files and room.f_favail < MIN_FREE_FILES):
+            yield "!", f"{name}: {_bytes(free)}{files} left at {path}"
+    mode = places["home"].stat().st_mode if places["home"].exists() else 0
+    if mode & stat.S_IWOTH:
+        yield "!", f"everybody may write to {places['home']}"
+
+
+def _variables(env: Mapping[str, str]) -> Facts:
+    for name in sorted(env):
+        if _VARIABLES.match(name):
+            hidden = _SECRETS.search(name) or _SECRETS.search(env[name])
+            yield name, "(not shown)" if hidden else env[name]
+
+
+def _bytes(number: float) -> str:
+    return f"{number / 2**30:,.1f} GiB"
+
+
+def _limit(number: int) -> str:
+    return "unlimited" if number == resource.RLIM_INFINITY else f"{number:,}"
