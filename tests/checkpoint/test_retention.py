@@ -64,7 +64,11 @@ def test_a_resume_removes_what_restarts_have_left_and_nothing_else(tmp_path, mon
     monkeypatch.setattr(train_state, "load", lambda *args, **more: loaded)
     monkeypatch.setattr(train_state, "tpc", SimpleNamespace(topology=None))
     trainer = SimpleNamespace(
-        rank=0, optimizer=None, device=torch.device("cpu"), saved=lambda: None
+        rank=0,
+        optimizer=None,
+        device=torch.device("cpu"),
+        saved=lambda: None,
+        update=SimpleNamespace(averages=None),
     )
     keep = Retention(last=2, every=30, best="val_loss")
     how = "auto" if where == "auto" else str(resumed)

@@ -134,7 +134,7 @@ def test_the_default_group_gets_them_over_nccl_alone(monkeypatch, backend):
         ("_as_of", PLACE),
         ("_prepare_for_many", ""),
         ("_meet", (store, None, "")),
-        ("_agree_on_device", (cpu, backend, ())),
+        ("_agree_on_device", (cpu, backend, (), "")),
         ("joins_within", nullcontext()),
     ):
         monkeypatch.setattr(runtime, name, lambda *_, answer=answer, **__: answer)

@@ -32,6 +32,7 @@ SMALL = [
 STARTS_AGAIN = "no checkpoint was saved: the same command starts again at step 0"
 """The last line, after the report."""
 EXPERTS = {"experts", "experts_dropped", "dead_experts"}
+OPTIONS = {"best_step", "kd_loss"}
 DATA = {"sources", "epochs", "eval_loss", "perplexity"}
 """Keys of a run with mixtures of experts."""
 
@@ -123,7 +124,10 @@ def test_a_run_shows_and_leaves_what_it_promises(whole):
 def test_the_page_on_logging_lists_every_key_of_a_row(whole):
     """Others come of slow ranks, steps left out, experts, sources, evaluation sets and profiles."""
     found = {key for row in rows(whole[0]) for key in row}
-    assert found | {"stragglers", "skipped", "predicted_s"} | EXPERTS | DATA == metrics_page.keys()
+    assert (
+        found | {"stragglers", "skipped", "predicted_s"} | EXPERTS | DATA | OPTIONS
+        == metrics_page.keys()
+    )
     assert not found & {"stragglers", "skipped"}
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torchdistpackage.bounded import DTYPES
 from torchdistpackage.checkpoint.commit import candidates, check_file, damage
 from torchdistpackage.checkpoint.manifest import NAME, Fact, claims, read_manifest
-from torchdistpackage.checkpoint.retention import Retention, reasons
+from torchdistpackage.checkpoint.retention import BEST_STEP, Retention, reasons
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.topology.mesh import describe
 
@@ -47,7 +47,8 @@ def checkpoints_of(folder: Path, keep: Retention) -> list[CheckpointInfo]:
     paths = candidates(folder)
     problems = {path: damage(path) for path in paths}
     complete = [path for path in paths if problems[path] is None]
-    kept = reasons(keep, complete)
+    best_step = read_manifest(complete[0]).facts.get(BEST_STEP) if complete else None
+    kept = reasons(keep, complete, best_step)
     infos = list[CheckpointInfo]()
     for path in paths:
         size = sum(x.stat().st_size for x in path.iterdir() if x.is_file()) if path.is_dir() else 0

@@ -18,6 +18,7 @@ from torchdistpackage.checkpoint import manifest as manifests
 from torchdistpackage.checkpoint.checksums import add_file, new_checksum
 from torchdistpackage.checkpoint.manifest import (
     Claim,
+    Fact,
     FileFacts,
     Manifest,
     check_header,
@@ -25,7 +26,7 @@ from torchdistpackage.checkpoint.manifest import (
     claims,
     read_manifest,
 )
-from torchdistpackage.checkpoint.retention import Retention, reasons
+from torchdistpackage.checkpoint.retention import BEST_STEP, Retention, reasons
 from torchdistpackage.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -110,14 +111,14 @@ def commit(temporary: Path, manifest: Manifest) -> Path:
     return final
 
 
-def retain(folder: Path, keep: Retention, newest: Path) -> None:
+def retain(folder: Path, keep: Retention, newest: Path, best_step: Fact = None) -> None:
     """Remove leftovers and all complete checkpoints that `keep` does not name.
 
     It leaves damaged ones alone. `newest` was just written and stays, even if an earlier attempt
-    left later steps.
+    left later steps. best_step: its fact `BEST_STEP`.
     """
     remove_leftovers(folder)
-    _prune(keep, newest, [path for path in candidates(folder) if path != newest])
+    _prune(keep, newest, [path for path in candidates(folder) if path != newest], best_step)
 
 
 def retain_before(folder: Path, keep: Retention, resumed: Path) -> None:
@@ -125,13 +126,14 @@ def retain_before(folder: Path, keep: Retention, resumed: Path) -> None:
 
     The next save deals with leftovers and with later checkpoints that this start skipped.
     """
-    _prune(keep, resumed, [path for path in candidates(folder) if step_of(path) < step_of(resumed)])
+    earlier = [path for path in candidates(folder) if step_of(path) < step_of(resumed)]
+    _prune(keep, resumed, earlier, manifests.read_manifest(resumed).facts.get(BEST_STEP))
 
 
-def _prune(keep: Retention, newest: Path, others: Sequence[Path]) -> None:
+def _prune(keep: Retention, newest: Path, others: Sequence[Path], best_step: Fact) -> None:
     """Remove those of `others` that are complete and that no retention rule keeps."""
     complete = [path for path in others if not damage(path)]
-    kept = reasons(keep, [newest, *complete])
+    kept = reasons(keep, [newest, *complete], best_step)
     for path in complete:
         if not kept[path]:
             remove_checkpoint(path)

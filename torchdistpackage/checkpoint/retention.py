@@ -26,15 +26,17 @@ class Retention:
     best: str | None = None
 
 
-def reasons(keep: Retention, newest_first: Sequence[Path]) -> dict[Path, list[str]]:
+def reasons(
+    keep: Retention, newest_first: Sequence[Path], best_step: Fact = None
+) -> dict[Path, list[str]]:
     """Return the rules that keep each complete checkpoint; an empty list if none does.
 
-    newest_first: complete checkpoints; the first is always kept.
+    newest_first: complete checkpoints; the first is always kept. best_step: fact BEST_STEP of the
+    first.
     """
     rules: dict[Path, list[str]] = {path: [] for path in newest_first}
     for path in newest_first[: max(keep.last, 1)]:
         rules[path].append(f"keep_last={keep.last}")
-    best_step = read_manifest(newest_first[0]).facts.get(BEST_STEP) if newest_first else None
     if not keep.every and keep.best is None and best_step is None:
         return rules
     manifests = {path: read_manifest(path) for path in newest_first}

@@ -26,7 +26,7 @@ from torchdistpackage.checkpoint.local_work import LocalWork
 from torchdistpackage.checkpoint.manifest import Fact, Manifest, TensorEntry
 from torchdistpackage.checkpoint.parts import Params, TopologyRank, params_of
 from torchdistpackage.checkpoint.piece_table import Files, PieceTable, WrittenFiles
-from torchdistpackage.checkpoint.retention import Retention
+from torchdistpackage.checkpoint.retention import BEST_STEP, Retention
 from torchdistpackage.checkpoint.snapshot import Extras, HostCopies, Snapshot, take_snapshot
 from torchdistpackage.checkpoint.writer import CancelledSave, write_snapshot
 from torchdistpackage.comm import primitives
@@ -163,7 +163,7 @@ class SharedFolder:
     def commit(self, temporary: Path, saved: SaveFacts, files: Files) -> None:
         final = commit(temporary, saved.manifest(_table(self.group).tensors(files), files))
         if self._keep is not None:
-            retain(self.path, self._keep, final)
+            retain(self.path, self._keep, final, saved.facts.get(BEST_STEP))
 
 
 _tables: PerGroup[PieceTable] = PerGroup()

@@ -64,7 +64,7 @@ def show(
     ] = 4,
     step: Annotated[int, typer.Option(metavar="N", min=1, help="Step that trains on them.")] = 1,
 ) -> None:
-    """Print samples of a training step, with the trained tokens marked.
+    """Print samples of a step, with trained tokens marked.
 
     Trained tokens are green, and the others dim; without a terminal, or with NO_COLOR, trained
     tokens are written as {+text+}. A table has the samples and trained tokens of the whole step by

@@ -23,6 +23,7 @@ from torchdistpackage.environment.network import is_loopback, read_addresses, re
 from torchdistpackage.errors import TorchDistError
 from torchdistpackage.launch.process import usable_cpus
 from torchdistpackage.launch.slurm.query import run_command
+from torchdistpackage.lazy import resolve as imported
 
 TIMEOUT_S = 10.0
 """How long a command of the machine, such as sinfo, is waited for."""
@@ -50,7 +51,7 @@ def doctor(
         Path, typer.Option("--folder", help="Folder of runs, whose file system is looked at.")
     ] = Path("runs"),
 ) -> None:
-    """Print one report about this machine, without secrets, to paste where you ask for help."""
+    """Print a report about this machine, to ask for help with. It holds no secrets."""
     warnings: list[str] = []
     for title, lines in report(os.environ, folder):
         typer.echo(f"\n{title}" if title != "Versions" else title)
@@ -112,17 +113,16 @@ def _machine(env: Mapping[str, str]) -> Facts:
 
 
 def _devices() -> Facts:
-    import torch  # seconds, and the sections before it need none
-
-    yield "CUDA of torch", str(torch.version.cuda)
-    if not torch.cuda.is_available():
+    cuda: Any = imported("torch:cuda")  # a second, which the sections before it do not wait for
+    yield "CUDA of torch", str(imported("torch:version").cuda)
+    if not cuda.is_available():
         yield "GPUs", "none that torch can use"
         if Path("/proc/driver/nvidia").exists():
             yield "!", "there is an NVIDIA driver, and torch finds no GPU; compare its CUDA version"
         return
-    yield "NCCL", ".".join(map(str, torch.cuda.nccl.version()))
-    for index in range(torch.cuda.device_count()):
-        gpu: Any = torch.cuda.get_device_properties(index)
+    yield "NCCL", ".".join(map(str, cuda.nccl.version()))
+    for index in range(cuda.device_count()):
+        gpu = cuda.get_device_properties(index)
         yield f"GPU {index}", f"{gpu.name}, {_bytes(gpu.total_memory)}"
     done = run_command(
         ["nvidia-smi", f"--query-gpu={_GPU_FACTS}", "--format=csv,noheader"], timeout_s=TIMEOUT_S

@@ -45,7 +45,7 @@ COMMANDS = {
     "parity": "Compare the layouts of a run with one process, module by module.",
     "schedule": "Show a pipeline schedule and its bubble.",
     "profile": "Summarize the trace of a run's profiled steps.",
-    "doctor": "Print a report about this machine, to paste where you ask for help.",
+    "doctor": "Print a report about this machine, to ask for help with.",
     "schema": "Print the JSON schema of the YAML file.",
 }
 """Command, a function or group of commands in the module of that name -> its line in the help."""
