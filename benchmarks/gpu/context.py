@@ -24,6 +24,10 @@ from torchdistpackage.parallel.context.visibility import (
     tiled,
 )
 
+BAR = 1.05
+"""For the work of two ranks, one after the other, beside the whole sequence: each half takes at
+most half of it and 5 %."""
+
 
 def measure(here: Here, found: Found) -> None:
     length = 96 if here.small else 1024
@@ -35,10 +39,10 @@ def measure(here: Here, found: Found) -> None:
             _compare(here, found, name, dtype, mask, kv_heads, length)
     with found.case("dropout"):
         _dropout(here, found)
-    if not here.small:
-        for length in (8192, 32768):
-            with found.case(f"time, S {length}"):
-                _time(here, found, length)
+    for length in (128,) if here.small else (8192, 32768):
+        for kv_heads, documents in ((16, 1), (4, 1), (4, 8)):
+            with found.case(f"time, S {length}, {kv_heads} heads, {documents} documents"):
+                _time(here, found, length, kv_heads, documents)
 
 
 def visibility_of(mask: str, ids: Tensor) -> Visibility:
@@ -51,18 +55,25 @@ def visibility_of(mask: str, ids: Tensor) -> Visibility:
 
 
 def ring(
-    qkv: list[Tensor], grad: Tensor, size: int, visibility: Visibility, dropout: float = 0.0
+    qkv: list[Tensor],
+    grad: Tensor,
+    size: int,
+    visibility: Visibility,
+    dropout: float = 0.0,
+    tile: int | None = 256,
 ) -> list[Tensor]:
-    """Output and gradients of q, k and v, as `size` ranks would compute them."""
+    """Output and gradients of q, k and v, as `size` ranks would compute them. tile: longest side of
+    a masked rectangle; None: as in a run."""
     q, k, v = qkv
     scoring = Scoring(
-        kernels.choose(q, v, masked=visibility.has_masks, dropout=dropout),
+        kernels.choose(q, v, masked=False, dropout=dropout),
         visibility,
         q.shape[-1] ** -0.5,
         dropout,
+        kernels.choose(q, v, masked=visibility.has_masks, dropout=dropout),
     )
     order = SequenceOrder(q.shape[2], size)
-    parts = [tiled(ranges, visibility, tile=256) for ranges in order.parts]
+    parts = [tiled(ranges, visibility, tile) for ranges in order.parts]
     outs, dqs = torch.empty_like(q), torch.empty_like(q)
     dk, dv = (
         torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (k, v)
@@ -135,11 +146,12 @@ def _compare(
     worst = lambda some: max(  # noqa: E731
         float((a.double() - b).abs().max()) for a, b in zip(some, exact, strict=True)
     )
+    masks = visibility.has_masks
     off = worst(ring(qkv, grad, 4, visibility))
     alone = worst(_whole(qkv, grad, seen)) if dtype is not torch.float64 else 0.0
     limit = 1e-11 if dtype is torch.float64 else max(2.5 * alone, 1e-5)
-    kernel = kernels.choose(qkv[0], qkv[2], masked=visibility.has_masks, dropout=0.0).name
-    text = f"{kernel}: {off:.2g} from float64, one process {alone:.2g}"
+    some = (kernels.choose(qkv[0], qkv[2], masked=x, dropout=0.0).name for x in {False, masks})
+    text = f"{', '.join(dict.fromkeys(some))}: {off:.2g} from float64, one process {alone:.2g}"
     found.judge(name, off <= limit, text, off=off, alone=alone)
 
 
@@ -155,20 +167,39 @@ def _dropout(here: Here, found: Found) -> None:
         found.judge(f"dropout, {dtype}", holds, f"mean {mean:.3f}, sums {gap:.1e} apart")
 
 
-def _time(here: Here, found: Found, length: int) -> None:
+def _time(here: Here, found: Found, length: int, kv_heads: int, documents: int = 1) -> None:
+    """Time `size` ranks' work, one after another, beside the sequence in one call.
+
+    documents: so many of one length. Torch then attends in each of them alone, as samples.
+    """
     torch.manual_seed(0)
+    width, dtype = (16, torch.float32) if here.small else (128, torch.bfloat16)
     q, k, v, grad = (
-        torch.randn(1, 16, length, 128, device=here.device, dtype=torch.bfloat16) for _ in range(4)
+        torch.randn(1, heads, length, width, device=here.device, dtype=dtype)
+        for heads in (16, kv_heads, kv_heads, 16)
     )
+    each = length // documents
+
+    def cut(x: Tensor) -> Tensor:
+        return x.view(x.shape[1], documents, each, width).transpose(0, 1)
 
     def alone() -> None:
-        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = F.scaled_dot_product_attention(*inputs, is_causal=True)
-        torch.autograd.grad(out, inputs, grad)
+        inputs = [cut(x).detach().requires_grad_() for x in (q, k, v)]
+        grouped = {"is_causal": True, "enable_gqa": kv_heads != 16}
+        out = F.scaled_dot_product_attention(*inputs, **grouped)
+        torch.autograd.grad(out, inputs, cut(grad))
 
+    ids = (torch.arange(length, device=here.device) // each)[None]
+    visibility = Visibility(True, documents=Documents(ids) if documents > 1 else None)
     whole_s = here.median_s(alone)
+    masks = f", {documents} documents" * (documents > 1)
+    name = f"S {length}, {kv_heads} heads of keys{masks}"
     for size in (2, 4, 8):
-        taken_s = here.median_s(lambda n=size: ring([q, k, v], grad, n, Visibility(is_causal=True)))
+        taken_s = here.median_s(lambda n=size: ring([q, k, v], grad, n, visibility, tile=None))
+        ratio = taken_s / whole_s
         text = f"{size} ranks' work {taken_s * 1e3:.2f} ms, whole {whole_s * 1e3:.2f} ms"
-        text += f" ({taken_s / whole_s:.2f}), so each {taken_s / whole_s / size:.2f} of it"
-        found.show(f"S {length}, {size} ranks", text, ratio=taken_s / whole_s)
+        text += f" ({ratio:.2f}), so each {ratio / size:.2f} of it"
+        if size == 2 and documents == 1:
+            found.judge_time(f"{name}, halves", ratio <= BAR, f"{text}; bar {BAR}", ratio=ratio)
+        else:
+            found.show(f"{name}, {size} ranks", text, ratio=ratio)

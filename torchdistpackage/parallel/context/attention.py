@@ -97,9 +97,11 @@ class ContextPlan:
             LayoutError: the ranks cannot exchange these heads, or no kernel supports the inputs.
         """
         q, k, v = _autocast(q, k, v)
-        kernel = kernels.choose(q, v, masked=self.visibility.has_masks, dropout=dropout)
+        # documents and windows mask few of the rectangles: the others keep the fastest kernel
+        kernel = kernels.choose(q, v, masked=False, dropout=dropout)
+        masked = kernels.choose(q, v, masked=self.visibility.has_masks, dropout=dropout)
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        scoring = Scoring(kernel, self.visibility, scale, dropout)
+        scoring = Scoring(kernel, self.visibility, scale, dropout, masked)
         if problem := self._spec.heads_problem(q.shape[1], k.shape[1], self._num_serving):
             raise LayoutError(problem)
         if self._swap is None:

@@ -91,7 +91,6 @@ FLASH_CPU = Kernel("flash for CPU", _cpu_forward, _cpu_backward)
 
 def _flash_forward(q, k, v, mask, options):
     assert mask is None
-    k, v = _repeated(q, k), _repeated(q, v)
     out, lse, _, _, _, _, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
         q, k, v, options.dropout, options.is_causal, False, scale=options.scale
     )
@@ -99,12 +98,10 @@ def _flash_forward(q, k, v, mask, options):
 
 
 def _flash_backward(grad, q, k, v, out, lse, mask, drawn, options):
-    all_k, all_v = _repeated(q, k), _repeated(q, v)
-    dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
-        grad.contiguous(), q, all_k, all_v, out, lse.contiguous(), None, None,
+    return _aten._scaled_dot_product_flash_attention_backward(
+        grad.contiguous(), q, k, v, out, lse.contiguous(), None, None,
         q.shape[2], k.shape[2], options.dropout, options.is_causal, *drawn, scale=options.scale,
     )  # fmt: skip
-    return dq, _summed(dk, k), _summed(dv, v)
 
 
 FLASH_CUDA = Kernel("flash", _flash_forward, _flash_backward)
@@ -148,8 +145,10 @@ def _for_heads(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _hand_scores(q, k, mask, options):
-    k = _repeated(q, k)
-    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * options.scale
+    scores = (
+        _by_query(q, _by_key(q, k) @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
+        * options.scale
+    )
     if options.is_causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, -math.inf)
@@ -163,21 +162,34 @@ def _hand_forward(q, k, v, mask, options):
     if options.dropout:
         drawn = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
         weights = weights * _kept(weights, drawn, options.dropout)
-    return weights.to(v.dtype) @ _repeated(q, v), lse, drawn
+    return _by_query(q, _by_key(weights.to(v.dtype), v) @ v), lse, drawn
 
 
 def _hand_backward(grad, q, k, v, out, lse, mask, drawn, options):
     weights = (_hand_scores(q, k, mask, options) - lse[..., None]).exp()
     kept_factor = 1.0 if drawn is None else _kept(weights, drawn, options.dropout)
     sum_dtype = weights.dtype
-    dv = (weights * kept_factor).mT @ grad.to(sum_dtype)
-    grad_weights = (grad @ _repeated(q, v).mT).to(sum_dtype) * kept_factor
+    dv = _by_key(weights * kept_factor, v).mT @ _by_key(grad.to(sum_dtype), v)
+    grad_weights = _by_query(q, _by_key(grad, v) @ v.mT).to(sum_dtype) * kept_factor
     # The softmax subtracts a row's mean gradient. It comes from the complete output, so it is the
     # same for all rectangles of a row.
     row_mean = (grad.to(sum_dtype) * out.to(sum_dtype)).sum(-1, keepdim=True)
     grad_scores = weights * (grad_weights - row_mean) * options.scale
-    dq, dk = grad_scores @ _repeated(q, k).to(sum_dtype), grad_scores.mT @ q.to(sum_dtype)
-    return dq.to(q.dtype), _summed(dk, k).to(k.dtype), _summed(dv, v).to(v.dtype)
+    grad_scores = _by_key(grad_scores, k)
+    dq, dk = grad_scores @ k.to(sum_dtype), grad_scores.mT @ _by_key(q, k).to(sum_dtype)
+    return _by_query(q, dq).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _by_key(x: Tensor, k: Tensor) -> Tensor:
+    """Return rows of queries (B, H, S, ...) as those of their heads of keys, (B, h, H / h S, ...),
+    so that a matmul reads each key once.
+    """
+    return x.reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
+
+
+def _by_query(q: Tensor, x: Tensor) -> Tensor:
+    """Return rows by the heads of queries again, the inverse of `_by_key`."""
+    return x.reshape(*q.shape[:3], x.shape[-1])
 
 
 def _kept(weights: Tensor, seed: int, dropout: float) -> Tensor:
@@ -191,7 +203,10 @@ BY_HAND = Kernel("by hand", _hand_forward, _hand_backward)
 
 
 def _repeated(q: Tensor, x: Tensor) -> Tensor:
-    """Repeat the heads of keys or values to the number of query heads, copies side by side."""
+    """Repeat the heads of keys or values to the number of query heads, copies side by side.
+
+    The memory-efficient kernel alone needs it: all others take grouped heads.
+    """
     times = q.shape[1] // x.shape[1]
     return x if times == 1 else x.repeat_interleave(times, 1)
 

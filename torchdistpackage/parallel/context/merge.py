@@ -19,15 +19,19 @@ Tasks = Sequence[Task]
 
 @dataclass(frozen=True)
 class Scoring:
-    """The kernel, mask and options that score every rectangle of one attention."""
+    """The kernels, mask and options that score every rectangle of one attention.
+
+    masked: the kernel of rectangles that need a mask; None: `kernel`.
+    """
 
     kernel: Kernel
     visibility: Visibility
     scale: float
     dropout: float = 0.0
+    masked: Kernel | None = None
 
     def forward(self, task: Task, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Drawn]:
-        return self.kernel.forward(q, k, v, self._mask(task, q), self._options(task))
+        return self._kernel(task).forward(q, k, v, self._mask(task, q), self._options(task))
 
     def backward(self, task: Task, drawn: Drawn, grad: Tensor, *tensors: Tensor) -> Gradients:
         """Return the gradients of one rectangle.
@@ -35,7 +39,10 @@ class Scoring:
         tensors: q, k, v, and the merged output and log-sum-exp of these queries.
         """
         mask = self._mask(task, tensors[0])
-        return self.kernel.backward(grad, *tensors, mask, drawn, self._options(task))
+        return self._kernel(task).backward(grad, *tensors, mask, drawn, self._options(task))
+
+    def _kernel(self, task: Task) -> Kernel:
+        return self.masked if self.masked and task.seen is Seen.SOME else self.kernel
 
     def _mask(self, task: Task, q: Tensor) -> Tensor | None:
         return self.visibility.mask(task, q.dtype, q.device) if task.seen is Seen.SOME else None
