@@ -117,4 +117,31 @@ PARTS: dict[str, Part] = {
         580,
         has_cases=True,
     ),
+    "fine_tune": Part(
+        "benchmarks.gpu.fine_tune",
+        "Qwen3-0.6B, recomputed as in a published step on one H100 and as we do best: 1.5 of its "
+        "tokens a second",
+        200,
+        EXPANDABLE,
+    ),
+    "llama": Part(
+        "benchmarks.gpu.llama",
+        "a Llama of 1B, and of the width of 8B with as many layers as fit, bf16 and compiled: 47 % "
+        "MFU, and the time of each class of kernels",
+        240,
+        EXPANDABLE,
+    ),
+    "activation_offload": Part(
+        "benchmarks.gpu.activation_offload",
+        "time and peak of a step with activations in host memory, beside recomputation and "
+        "neither; the first loss has the same bits",
+        200,
+        EXPANDABLE,
+    ),
+    "fused_loss": Part(
+        "benchmarks.gpu.fused_loss",
+        "cross entropy of a vocabulary of 128k, a few tokens at a time: at most 0.35 of the peak "
+        "with all logits",
+        60,
+    ),
 }

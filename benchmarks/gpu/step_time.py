@@ -32,7 +32,7 @@ FUSED = ("flash", "cudnn", "efficient", "overrideable")
 
 def measure(here: Here, found: Found) -> None:
     here.join()
-    ceiling = _ceiling(here)
+    ceiling = ceiling_of(here)
     found.show("ceiling: a bf16 product", f"{ceiling / 1e12:.2f} TFLOP/s", flops_per_s=ceiling)
     for name in sizes(here):
         with found.case(name):
@@ -42,7 +42,7 @@ def measure(here: Here, found: Found) -> None:
     here.leave()
 
 
-def _ceiling(here: Here) -> float:
+def ceiling_of(here: Here) -> float:
     """Operations a second of a square product of bf16."""
     n = SMALL_PRODUCT if here.small else PRODUCT
     a, b = (torch.randn(n, n, device=here.device, dtype=torch.bfloat16) for _ in range(2))

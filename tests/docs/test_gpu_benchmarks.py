@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import __main__ as command
+from benchmarks.gpu.kernel_classes import class_of, times_by_class
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.rows import Found, Status, status_of, table
 from benchmarks.gpu.summary import RESULTS
@@ -58,6 +59,29 @@ def test_every_part_runs_small_on_the_cpu(part, tmp_path):
     found = results(tmp_path)[part]
     assert found["machine"]["device"] == "cpu"
     assert {row["status"] for row in found["rows"]} <= {"ok", "shown", "not run"}
+
+
+KERNELS = {
+    "ncclDevKernel_AllReduce_Sum_bf16_RING_LL": "communication",
+    "void flash_fwd_kernel<Flash_fwd_kernel_traits<128, 64>>": "attention",
+    "fmha_cutlassB_bf16_aligned_64x64_k64_sm80": "attention",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16": "attention",
+    "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NNN": "matmul",
+    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64": "matmul",
+    "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer",
+    "Memcpy DtoD (Device -> Device)": "copy",
+    "triton_red_fused__to_copy_mean_mul_pow_rsqrt_0": "norm/elementwise",
+    "triton_poi_fused_mul_silu_1": "norm/elementwise",
+    "void at::native::vectorized_elementwise_kernel<4, AddFunctor>": "norm/elementwise",
+    "aten::mm": "matmul",
+}
+
+
+def test_kernels_have_classes_and_idle_is_between_them():
+    assert {name: class_of(name) for name in KERNELS} == KERNELS
+    times = times_by_class([("aten::mm", 8, 9), ("ncclX", 1, 5), ("aten::mm", 2, 4), ("add", 6, 7)])
+    assert times == {"communication": 4, "matmul": 3, "norm/elementwise": 1, "idle": 2}
+    assert [*times] == ["communication", "matmul", "norm/elementwise", "idle"]
 
 
 def test_without_time_left_a_part_is_not_run(tmp_path):
