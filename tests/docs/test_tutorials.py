@@ -112,7 +112,7 @@ def test_the_numbers_of_a_layout_are_those_of_the_plan(tmp_path, monkeypatch, ca
     """Each row of the table, and the warning, on the page that says which layout to choose."""
     text = tutorials.page("which_layout")
     monkeypatch.chdir(tmp_path)
-    Path("big.yaml").write_text(re.search(r"```yaml\n(.*?)```", text, re.S)[1])
+    Path("big.yaml").write_text(re.search(r"```yaml\n(model:.*?)```", text, re.S)[1])
     command = tutorials.commands("which_layout")[0]
     rows = re.findall(r"^\| (?:none|`(.*?)`) \| (.*?) \| (.*?) \| (.*?) \|$", text, re.M)
     assert len(rows) == 10
