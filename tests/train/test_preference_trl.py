@@ -1,4 +1,6 @@
-"""DPO beside trl's own trainer, from one file of pairs: losses, rewards, weights of three steps."""
+"""DPO, SimPO, ORPO and KTO beside trl's own trainers, from one file of answers: losses, rewards,
+weights of three steps.
+"""
 
 import warnings
 
@@ -10,6 +12,8 @@ from tests.train import parity
 from tests.train.preference_ranks import RUN, lines_of, preferred, whole
 from tests.train.test_transformers import MODELS
 from tests.train.transformers_ranks import everywhere_float64, save_model
+from torchdistpackage.plan.run_plan import make_plan
+from torchdistpackage.train.build import build_data
 
 trl = pytest.importorskip("trl", reason="trl is no dependency: its trainer is the peer")
 pytestmark = pytest.mark.full
@@ -34,7 +38,51 @@ def rows(first: int) -> list[dict[str, str]]:
     ]
 
 
-def of_trl(folder: str, model: str, tokenizer: str, overrides: list[str]):
+def one_word_prompts(first: int) -> list[dict[str, str]]:
+    """Pairs of which every token but the first is one of the answer, all chosen ones as long: there
+    trl's first term of ORPO, a mean over all tokens of a batch, is the mean over answers.
+    """
+    pairs = rows(first)
+    return [{**x, "prompt": WORDS[i], "chosen": x["chosen"]} for i, x in enumerate(pairs)]
+
+
+def labelled(first: int) -> list[dict[str, str | bool]]:
+    return [
+        {"prompt": x["prompt"], "completion": x["chosen"], "label": i % 2 == 0}
+        for i, x in enumerate(rows(first))
+    ]
+
+
+def in_order_of_steps(overrides: list[str], lines: list[dict], tokenizer) -> list[dict]:
+    """The answers of three steps, as our run draws them: trl's mismatched answers follow it."""
+    section = parity.config([*PLAIN, *overrides])
+    data = build_data(make_plan(section, 1))
+    texts = [tokenizer(x["prompt"] + x["completion"])["input_ids"] for x in lines]
+    ordered: list[dict] = []
+    for step in (1, 2, 3):
+        for ids in data.batch("train", section.run.seed, step, 0, 1, 2 * NUM)[0][::2].tolist():
+            found = [x for x, text in zip(lines, texts, strict=True) if ids[: len(text)] == text]
+            ordered += found
+    assert len(ordered) == 3 * NUM
+    return ordered
+
+
+def peer(loss: str) -> tuple[type, type, dict]:
+    """trl's trainer, its options, and their values."""
+    from trl.experimental import cpo, orpo
+
+    if loss == "simpo":
+        more = {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 0.3}
+        return cpo.CPOTrainer, cpo.CPOConfig, {**more, "remove_unused_columns": False}
+    if loss == "orpo":
+        return orpo.ORPOTrainer, orpo.ORPOConfig, {"remove_unused_columns": False}
+    if loss == "kto":
+        more = {"desirable_weight": 1.5, "undesirable_weight": 0.5, "num_train_epochs": 1}
+        return trl.KTOTrainer, trl.KTOConfig, more
+    return trl.DPOTrainer, trl.DPOConfig, {"loss_type": loss}
+
+
+def of_trl(folder: str, model: str, tokenizer: str, overrides: list[str], lines: list[dict]):
     """Return (weights, rows of the log) of trl's trainer."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -44,13 +92,13 @@ def of_trl(folder: str, model: str, tokenizer: str, overrides: list[str]):
         tokenizer_file=f"{tokenizer}/tokenizer.json", eos_token="</s>", pad_token="<pad>"
     )
     held, optim = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64), section.optim
-    options = trl.DPOConfig(
+    loss = section.train.dpo.loss
+    make, make_options, more = peer(loss)
+    options = make_options(
         output_dir=folder,
-        loss_type=section.train.dpo.loss,
         beta=section.train.dpo.beta,
         max_length=section.data.seq_len,
         per_device_train_batch_size=NUM,
-        num_train_epochs=3,
         learning_rate=optim.lr,
         lr_scheduler_type="constant",
         weight_decay=optim.weight_decay,
@@ -64,34 +112,49 @@ def of_trl(folder: str, model: str, tokenizer: str, overrides: list[str]):
         gradient_checkpointing=False,
         save_strategy="no",
         report_to=[],
+        **{"num_train_epochs": 3, **more},
     )
-    data = Dataset.from_list(rows(0))
+    if loss == "kto":
+        lines = in_order_of_steps(overrides, lines, made)
+    data = Dataset.from_list(lines)
     with everywhere_float64():
-        trainer = trl.DPOTrainer(
-            model=held, args=options, train_dataset=data, processing_class=made
-        )
+        trainer = make(model=held, args=options, train_dataset=data, processing_class=made)
         trainer.train()
     logged = [row for row in trainer.state.log_history if "rewards/margins" in row]
     return whole(dict(held.named_parameters())), logged
 
 
-@pytest.mark.parametrize("loss", ["sigmoid", "sigmoid_norm", "hinge", "ipo"])
+LINES = {"orpo": one_word_prompts, "kto": labelled}
+KEYS = {
+    "simpo": ["train.dpo={loss: simpo, beta: 0.7, gamma: 0.3}"],
+    "kto": [
+        "data.name=unpaired_preference",
+        "train.dpo={loss: kto, beta: 0.7, desirable_weight: 1.5, undesirable_weight: 0.5}",
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "loss", ["sigmoid", "sigmoid_norm", "hinge", "ipo", "simpo", "orpo", "kto"]
+)
 def test_three_steps_are_those_of_trl(ranks, tmp_path, loss):
     model = str(tmp_path / "model")
     ranks(1).run(save_model, {**MODELS["llama"], "vocab_size": 300}, model)
-    path, val = (save_lines(tmp_path / f"{i}.jsonl", rows(i)) for i in (0, 100))
+    lines = LINES.get(loss, rows)
+    path, val = (save_lines(tmp_path / f"{i}.jsonl", lines(i)) for i in (0, 100))
     assert len(lines_of(path)) == NUM
     tokenizer = save_tokenizer(tmp_path / "tokenizer")
     overrides = [f"model.hf={model}", f"data.path={path}", f"data.val_path={val}", *CHANGES]
     overrides += [f"data.tokenizer={tokenizer}", f"data.cache={tmp_path}/cache"]
-    overrides.append(f"train.dpo.loss={loss}")
+    overrides += KEYS.get(loss, [f"train.dpo.loss={loss}"])
     ((mine, logged, *_),) = ranks(1).run(preferred, overrides)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        weights, theirs = of_trl(str(tmp_path / "out"), model, str(tokenizer), overrides)
+        weights, theirs = of_trl(str(tmp_path / "out"), model, str(tokenizer), overrides, lines(0))
     assert len(theirs) == 3
     # before the first step all margins are 0, which trl computes up to its last digits
-    assert logged[0].pop("rewards/accuracies") == 0
+    if loss in ("sigmoid", "sigmoid_norm", "hinge", "ipo"):
+        assert logged[0].pop("rewards/accuracies") == 0
     for own, other, loss in zip(logged, theirs, mine.losses, strict=True):
         assert loss == pytest.approx(other["loss"], rel=2e-5)  # which its log rounds
         for name, value in own.items():

@@ -17,7 +17,7 @@ from torchdistpackage.config import types as k
 from torchdistpackage.config.types import Expected, NamedSection, Section
 from torchdistpackage.text import markdown_table
 
-PREFERENCE = "preference"
+PREFERENCE, UNPAIRED = "preference", "unpaired_preference"
 """The value of data.name for JSON lines with a preferred and a rejected answer each."""
 
 
@@ -122,6 +122,15 @@ DATA: Mapping[str, DataSpec] = {
             task="torchdistpackage.train.build:preference_task",
             document="a line of prompt, chosen and rejected answer: see "
             "[preference pairs](preference.md)",
+        ),
+        DataSpec(
+            UNPAIRED,
+            path="file or folder",
+            reader=f"{_READERS}:JsonLines",
+            suffix=".jsonl",
+            task="torchdistpackage.train.build:unpaired_task",
+            document="a line of prompt, completion and label: see "
+            "[answers that were called good or bad](preference.md#kto)",
         ),
     )
 }
@@ -228,8 +237,8 @@ class DataSection(NamedSection):
     name: DataName = Field(
         default="python_stdlib",
         description="Kind of data: the sources of Python's standard library, files of text, jsonl, "
-        "parquet or arrow, binary token ids (tokens), or pairs of answers (preference). Leave it "
-        "out with target.",
+        "parquet or arrow, binary token ids (tokens), or answers, in pairs (preference) or labelled "
+        "(unpaired_preference). Leave it out with target.",
     )
     path: k.PathOrNull = Field(
         default=None,
@@ -328,12 +337,19 @@ class DataSection(NamedSection):
 
     @property
     def is_preference(self) -> bool:
-        """Return whether samples are preference pairs."""
-        return self.name == PREFERENCE
+        """Return whether samples are answers that were compared or labelled."""
+        return self.name in (PREFERENCE, UNPAIRED)
+
+    @property
+    def is_unpaired(self) -> bool:
+        """Return whether samples are labelled answers."""
+        return self.name == UNPAIRED
 
     @property
     def rows_per_sample(self) -> int:
-        """Return the number of sequences in a sample: 2 for a preference pair, else 1."""
+        """Return the number of sequences in a sample: 2 for a preference pair, or for a labelled
+        answer with its mismatched one, else 1.
+        """
         return 2 if self.is_preference else 1
 
     @property
@@ -379,7 +395,7 @@ class DataSection(NamedSection):
 
     def reading(self, path: str, name: str | None = None, field: str | None = None) -> Self:
         """Return the section that reads this file or folder alone, with the same other keys."""
-        kind = name or (PREFERENCE if self.is_preference else None)
+        kind = name or (self.name if self.is_preference else None)
         kind = kind or KIND_OF_SUFFIX.get(PurePath(path).suffix)
         kind = kind or (self.name if self.name in KINDS else "text")
         return self.model_copy(

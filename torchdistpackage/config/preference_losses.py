@@ -18,6 +18,7 @@ class PreferenceLossSpec:
     loss: "module:function" of a loss for each pair, as `sigmoid` of train/preference_losses.py.
     has_reference: scores are log-probabilities over those of a frozen reference.
     is_mean: the log-probability of an answer is a mean over its tokens, not a sum.
+    is_unpaired: it is of labelled answers instead of pairs.
     takes: the keys of train.dpo besides loss and beta that it reads.
     formula, source, trl: its row of docs/preference.md; trl: what to set there.
     """
@@ -26,6 +27,7 @@ class PreferenceLossSpec:
     loss: str
     has_reference: bool = True
     is_mean: bool = False
+    is_unpaired: bool = False
     takes: tuple[str, ...] = ()
     formula: str = ""
     source: str = ""
@@ -90,6 +92,16 @@ PREFERENCE_LOSSES: Mapping[str, PreferenceLossSpec] = {
             formula="`-chosen - beta log sigmoid(log odds of chosen - log odds of rejected)`",
             source="ORPO, [Hong et al., 2024](https://arxiv.org/abs/2403.07691), equation 6",
             trl="`ORPOTrainer`, whose first term also counts the tokens of prompts",
+        ),
+        PreferenceLossSpec(
+            "kto",
+            f"{_LOSSES}:kto",
+            is_unpaired=True,
+            takes=("desirable_weight", "undesirable_weight"),
+            formula="of [labelled answers](#kto): `w (1 - sigmoid(beta (score - kl)))` of a good "
+            "one, `w (1 - sigmoid(beta (kl - score)))` of a bad one",
+            source="KTO, [Ethayarajh et al., 2024](https://arxiv.org/abs/2402.01306), equation 8",
+            trl='`KTOTrainer`, `loss_type="kto"`',
         ),
     )
 }

@@ -1,6 +1,14 @@
 """Rules about several keys of the data section."""
 
-from torchdistpackage.config.data_section import CHAT_FIELDS, OWN_KEYS, ROWS, DataSection
+from torchdistpackage.config.data_section import (
+    CHAT_FIELDS,
+    OWN_KEYS,
+    PREFERENCE,
+    ROWS,
+    UNPAIRED,
+    DataSection,
+)
+from torchdistpackage.config.preference_losses import PREFERENCE_LOSSES
 from torchdistpackage.config.rules import Rule, named_once, rule
 from torchdistpackage.config.schema import DistillSection, DpoSection, RunConfig
 
@@ -166,15 +174,49 @@ def _pairs_are_compared(c: RunConfig, world_size: int | None) -> str | None:
         problems.append("mixtures of experts (their balance loss counts tokens)")
     if not problems:
         return None
-    return f"data.name=preference does not go with {' nor with '.join(problems)}; remove it"
+    return f"data.name={d.name} does not go with {' nor with '.join(problems)}; remove it"
 
 
-@rule("train.dpo.loss", "train.dpo.label_smoothing", "train.dpo.gamma")
+_READ_BY_SOME = ("label_smoothing", "gamma", "desirable_weight", "undesirable_weight")
+
+
+@rule("train.dpo.loss", "data.name")
+def _answers_are_labelled_or_paired(c: RunConfig, world_size: int | None) -> str | None:
+    spec, data = c.train.dpo.spec, c.data
+    if not data.is_preference or spec.is_unpaired == data.is_unpaired:
+        return None
+    losses = [x.name for x in PREFERENCE_LOSSES.values() if x.is_unpaired == data.is_unpaired]
+    kind = "labelled answers" if data.is_unpaired else "pairs"
+    other = PREFERENCE if data.is_unpaired else UNPAIRED
+    return (
+        f"train.dpo.loss={spec.name} is not for data.name={data.name}, which reads {kind}; set "
+        f"loss to {' or '.join(losses)}, or name to {other}"
+    )
+
+
+@rule("data.global_batch", "data.name", "data.sources")
+def _answers_have_others_beside(c: RunConfig, world_size: int | None) -> str | None:
+    if not c.data.is_unpaired:
+        return None
+    if c.data.sources:
+        return (
+            f"data.name={c.data.name} does not go with data.sources (mismatched answers are those "
+            f"of one file); join the files, or name a folder of them as data.path"
+        )
+    if c.data.global_batch > 1:
+        return None
+    return (
+        f"data.global_batch={c.data.global_batch} leaves kto no other answer to estimate the "
+        f"divergence from; set it to 2 or more"
+    )
+
+
+@rule("train.dpo.loss", *(f"train.dpo.{key}" for key in _READ_BY_SOME))
 def _loss_of_pairs_reads_its_keys(c: RunConfig, world_size: int | None) -> str | None:
     options, plain = c.train.dpo, RunConfig().train.dpo
     unread = [
         f"train.dpo.{key}={getattr(options, key)}"
-        for key in ("label_smoothing", "gamma")
+        for key in _READ_BY_SOME
         if key not in options.spec.takes and getattr(options, key) != getattr(plain, key)
     ]
     if not unread:

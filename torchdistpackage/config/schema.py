@@ -257,7 +257,7 @@ class DpoSection(Section):
         default="sigmoid",
         description="Loss of a pair. sigmoid is DPO's, sigmoid_norm the same with the mean over "
         "the tokens of an answer, hinge and ipo are others with a reference model; simpo and orpo "
-        "need no reference.",
+        "need no reference. kto is for labelled answers (data.name: unpaired_preference).",
     )
     beta: k.Positive = Field(
         default=0.1,
@@ -273,6 +273,14 @@ class DpoSection(Section):
         default=0.5,
         description="Margin by which simpo wants the chosen answer to be ahead (trl's "
         "simpo_gamma).",
+    )
+    desirable_weight: k.NotNegative = Field(
+        default=1.0,
+        description="Factor of kto's loss of good answers. Raise it where these are few.",
+    )
+    undesirable_weight: k.NotNegative = Field(
+        default=1.0,
+        description="Factor of kto's loss of bad answers. Raise it where these are few.",
     )
 
     @property

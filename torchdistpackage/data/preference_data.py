@@ -18,7 +18,7 @@ from torchdistpackage.comm.random import seed_from
 from torchdistpackage.data.packing import shuffled
 from torchdistpackage.data.source import IGNORE, Split, check_place
 from torchdistpackage.data.tokens.pair_rows import pair_problems
-from torchdistpackage.data.tokens.split import split_pairs
+from torchdistpackage.data.tokens.split import DocumentSplit, split_pairs
 from torchdistpackage.data.tokens.token_cache import TokenizedText
 from torchdistpackage.errors import DataError
 
@@ -46,11 +46,11 @@ class PreferenceDataset:
         self.text = text
         self.seq_len = seq_len
         self._num_rows = 2 * global_batch
-        split = split_pairs(text, val_fraction)
+        split = self._split(val_fraction)
         self._pairs = {name: part.documents for name, part in split.parts.items()}
         self._epochs: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
         self._ranges: Sequence[range] = (range(seq_len),)
-        problems = [*split.problems(seq_len), *pair_problems(text, seq_len)]
+        problems = [*split.problems(seq_len), *self._problems()]
         if text.vocab > vocab:
             problems.append(
                 f"the tokenizer has {text.vocab} ids, but model.vocab is {vocab}; set "
@@ -97,17 +97,34 @@ class PreferenceDataset:
         ids = np.zeros((per_rank, self.seq_len), np.int64)
         targets = np.full((per_rank, self.seq_len), IGNORE, np.int64)
         for row, number in enumerate(range(begin, begin + per_rank)):
-            pair, side = divmod(number, 2)
-            epoch, sample = divmod(pair, len(self._pairs[split]))
-            document = 2 * int(self._epoch(split, seed, epoch)[sample]) + side
-            self._fill(document, ids[row], targets[row])
+            self._fill_row(split, seed, number, ids[row], targets[row])
         own = np.concatenate([np.arange(x.start, x.stop) for x in self._ranges])
         return torch.from_numpy(ids[:, own]), torch.from_numpy(targets[:, own])
 
-    def _fill(
-        self, document: int, ids: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]
+    def _split(self, val_fraction: float) -> DocumentSplit:
+        """Return the numbers of the pairs of each side."""
+        return split_pairs(self.text, val_fraction)
+
+    def _problems(self) -> list[str]:
+        """Return what is wrong with pairs in rows of this length."""
+        return pair_problems(self.text, self.seq_len)
+
+    def _unit(self, split: Split, seed: int, number: int) -> int:
+        """Return the pair that is number `number` of all epochs."""
+        epoch, sample = divmod(number, len(self._pairs[split]))
+        return int(self._epoch(split, seed, epoch)[sample])
+
+    def _fill_row(
+        self,
+        split: Split,
+        seed: int,
+        number: int,
+        ids: npt.NDArray[np.int64],
+        targets: npt.NDArray[np.int64],
     ) -> None:
-        text = self.text
+        """Write the ids and targets of row `number` of all epochs."""
+        text, (pair, side) = self.text, divmod(number, 2)
+        document = 2 * self._unit(split, seed, pair) + side
         begin = int(text.ends[document - 1]) if document else 0
         where = slice(begin, min(int(text.ends[document]), begin + self.seq_len + 1))
         assert text.counted is not None

@@ -45,6 +45,8 @@ def uncounted(plan: Plan) -> str | None:
         return "known once the run has chosen what is computed again (train.recompute: auto)"
     if config.model.loss is not None:
         return f"known once {config.model.loss} runs"
+    if config.data.is_unpaired:
+        return "not counted for labelled answers, whose divergence is estimated besides"
     if plan.teacher is not None:
         return "not counted for a run with a teacher (train.distill)"
     if not _all_stages_send_back(plan):

@@ -142,6 +142,8 @@ class Run:
         get = self.config.get
         if get("data.name") == "preference":
             return "pairs"
+        if get("data.name") == "unpaired_preference":
+            return "samples"
         last = self.rows[-1] if self.rows else {}
         batch = number(get("data.global_batch"))
         tokens = number(last.get("tokens"))

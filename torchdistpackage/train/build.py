@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -80,8 +81,11 @@ from torchdistpackage.train.stop import StopController
 from torchdistpackage.train.task import TaskLoss
 from torchdistpackage.train.trace import StepTrace
 from torchdistpackage.train.train_state import TrainState
+from torchdistpackage.train.unpaired_preference import UnpairedLoss
 from torchdistpackage.train.update import Update, reduced_grads
 from torchdistpackage.train.weight_averages import WeightAverages
+
+_PreferenceT = TypeVar("_PreferenceT", bound=PreferenceLoss)
 
 
 def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None = None) -> Trainer:
@@ -188,8 +192,13 @@ def build_task(model: StagedModel) -> TaskLoss | None:
     return None if spec is None or not spec.task else resolve(spec.task)(model)
 
 
-def preference_task(model: StagedModel) -> PreferenceLoss:
-    """Return the loss of a run on pairs."""
+def unpaired_task(model: StagedModel) -> UnpairedLoss:
+    """Return the loss of a run on labelled answers."""
+    return preference_task(model, UnpairedLoss)
+
+
+def preference_task(model: StagedModel, kind: type[_PreferenceT] = PreferenceLoss) -> _PreferenceT:
+    """Return the loss of a run on pairs, or another on answers beside a reference."""
     config = model.plan.config
     reference = None
     if config.has_reference_copy:
@@ -198,7 +207,7 @@ def preference_task(model: StagedModel) -> PreferenceLoss:
         reference = replace(model, stage=stage, layouts=layouts, loss=loss)
         seed_rank(config.run.seed, model.plan.topology.dense, model.rank)
     model_stage = next(iter(model.stage.children()))
-    return PreferenceLoss(
+    return kind(
         reference,
         model.device,
         config.train.dpo,

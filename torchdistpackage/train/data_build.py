@@ -24,6 +24,8 @@ from torchdistpackage.data.tokens.row_notes import row_notes
 from torchdistpackage.data.tokens.template_date import dated
 from torchdistpackage.data.tokens.texts import tokenized_part
 from torchdistpackage.data.tokens.token_cache import cut_documents
+from torchdistpackage.data.tokens.unpaired_rows import cut_answers
+from torchdistpackage.data.unpaired_data import UnpairedDataset
 from torchdistpackage.errors import DataError
 from torchdistpackage.lazy import resolve
 from torchdistpackage.plan.run_plan import Plan
@@ -156,7 +158,8 @@ def notes_of(data: DataSource) -> list[str]:
     if isinstance(data, BlendedDataset):
         return [f"{part.label}: {note}" for part in data.parts for note in notes_of(part.data)]
     if isinstance(data, PreferenceDataset):
-        return [*filter(None, (cut_pairs(data.text, data.seq_len),)), *row_notes(data.text.tally)]
+        cut = cut_answers if isinstance(data, UnpairedDataset) else cut_pairs
+        return [*filter(None, (cut(data.text, data.seq_len),)), *row_notes(data.text.tally)]
     if not isinstance(data, PackedDataset):
         return []
     notes = filter(None, (data.split.note, cut_documents(data.text, data.seq_len)))
@@ -164,7 +167,8 @@ def notes_of(data: DataSource) -> list[str]:
 
 
 def _pairs(config: RunConfig, section: DataSection, val_fraction: float) -> PreferenceDataset:
-    return PreferenceDataset(
+    dataset = UnpairedDataset if section.is_unpaired else PreferenceDataset
+    return dataset(
         tokenized_part(config, section),
         vocab=config.model.vocab,
         seq_len=section.seq_len,

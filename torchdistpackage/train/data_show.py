@@ -16,6 +16,7 @@ from torchdistpackage.data.sample_text import (
 )
 from torchdistpackage.data.source import DataBatch, DataSource
 from torchdistpackage.data.tokens.prompts import ByteCodec, TokenCodec, TokenizerCodec
+from torchdistpackage.data.unpaired_data import without_label
 from torchdistpackage.plan.run_plan import local_procs, make_plan
 from torchdistpackage.plan.user_code import add_user_code
 from torchdistpackage.text import text_table
@@ -42,6 +43,7 @@ def show_samples(
     codec = _codec(config)
     per_sample = config.data.rows_per_sample
     sides = ("",) if per_sample == 1 else (", chosen", ", rejected")
+    sides = ("", ", mismatched") if config.data.is_unpaired else sides
     shares = SampleCounts()
     sources = _sources(config, data, step)
     for index, row in enumerate(_rows(config, data, step)):
@@ -65,8 +67,10 @@ def _rows(config: RunConfig, data: DataSource, step: int) -> Iterator[SampleRow]
     at_once = _ROWS_AT_ONCE if config.data.target is None else total
     for first in range(0, total, at_once):
         num_rows = min(at_once, total - first)
-        batch = data.batch("train", config.run.seed, step, 0, 1, num_rows, first=first)
-        yield from sample_rows(DataBatch(*batch))
+        batch = DataBatch(*data.batch("train", config.run.seed, step, 0, 1, num_rows, first=first))
+        if config.data.is_unpaired:
+            batch = batch._replace(targets=without_label(batch.targets)[0])
+        yield from sample_rows(batch)
 
 
 def _sources(config: RunConfig, data: DataSource, step: int) -> list[str]:

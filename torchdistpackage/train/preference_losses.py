@@ -50,6 +50,18 @@ def orpo(scores: PairScores, options: DpoSection) -> Tensor:
     return -scores.chosen - options.beta * F.logsigmoid(log_odds)
 
 
+def kto(ratios: Tensor, is_desirable: Tensor, kl: Tensor, options: DpoSection) -> Tensor:
+    """Return KTO's loss (N,) of answers (equation 8 of arXiv:2402.01306, without its constants).
+
+    ratios (N,): log-probabilities over those of the reference. is_desirable (N,): bool. kl: the
+    divergence from the reference, a scalar of at least 0, through which no gradient goes.
+    """
+    sign = torch.where(is_desirable, 1.0, -1.0).to(ratios)
+    good, bad = options.desirable_weight, options.undesirable_weight
+    weight = torch.where(is_desirable, good, bad).to(ratios)
+    return weight * (1 - torch.sigmoid(options.beta * sign * (ratios - kl)))
+
+
 def _smoothed(margin: Tensor, smoothing: float) -> Tensor:
     return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
 

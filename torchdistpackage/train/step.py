@@ -238,7 +238,8 @@ class Trainer(StagedModel):
         """Return a microbatch of validation: inputs on ranks of the first stage, targets on those
         of the last, and position_ids on all, if it has such.
         """
-        inputs, targets, positions = self.microbatches(self.batches.of_validation(0, 0), self._own)
+        batch = self.microbatches(self.batches.of_validation(0, 0), self._own)
+        inputs, targets, positions = batch if self.task is None else self.task.trained(batch)
         return (
             inputs[0] if self.has_first else None,
             targets[0] if self.has_last else None,
@@ -367,8 +368,8 @@ class Trainer(StagedModel):
         record: bool = False,
     ) -> None:
         """Add (loss sum, count) of the round to `totals` if this rank reports it."""
-        phases, (inputs, targets, positions) = self.phases, batch
-        loss = self._task_loss(batch)
+        phases, loss = self.phases, self._task_loss(batch)
+        inputs, targets, positions = batch if self.task is None else self.task.trained(batch)
         with phases("messages"), reducing(self._reducers, reduces) as reducers:
             executor.run(
                 self.forward_and_loss(executor, inputs, targets, totals, positions, loss),

@@ -55,6 +55,12 @@ class TaskLoss:
         """Return `loss_of` for samples that may have positions of their own."""
         return self.loss_of(model, executor, run, batch.inputs, batch.targets)
 
+    def trained(self, batch: Microbatches) -> Microbatches:
+        """Return the rows and targets that the model is trained on, if some were for `loss_of`
+        alone.
+        """
+        return batch
+
     def add(self, sums: Sequence[Tensor]) -> None:
         """Add sums over samples, numbers each, on the one rank that reports them; at most
         `TASK_ROOM`.

@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from torchdistpackage.bounded import BOM, parse_json, wrong_encoding
-from torchdistpackage.config.data_section import CHAT_FIELDS, DATA, PREFERENCE, SUFFIX_OF_KIND
+from torchdistpackage.config.data_section import (
+    CHAT_FIELDS,
+    DATA,
+    PREFERENCE,
+    SUFFIX_OF_KIND,
+    UNPAIRED,
+)
 from torchdistpackage.config.text_ends import TextEnds, text_ends
 from torchdistpackage.config.types import TextEnd
 from torchdistpackage.data.tokens.chat_rows import (
@@ -50,7 +56,8 @@ _BLOCK_BYTES = 1 << 16
 class TextSource:
     """The texts to tokenize, and how to read them.
 
-    kind: text, jsonl, parquet or preference. path: a file, or a folder of such files.
+    kind: text, jsonl, parquet, preference or unpaired_preference. path: a file, or a folder of
+    such files.
     field: key of a jsonl line, or a parquet column; `prompt+completion` reads these two, `messages`
     a chat of any kind. tokenizer: a folder with tokenizer.json, or that file. bos, eos: see
     `text_ends`. today: the date that a chat template writes as today's; None: it writes none.
@@ -72,12 +79,12 @@ class TextSource:
     @property
     def may_be_chat(self) -> bool:
         """True if the chat template of the tokenizer's folder may write the text."""
-        return self.is_chat or self.kind == PREFERENCE
+        return self.is_chat or self.kind in (PREFERENCE, UNPAIRED)
 
     @property
     def has_prompts(self) -> bool:
         """True if some tokens may not count in the loss."""
-        return self.is_chat or self.field == PAIRS or self.kind == PREFERENCE
+        return self.is_chat or self.field == PAIRS or self.kind in (PREFERENCE, UNPAIRED)
 
     @property
     def documents_per_line(self) -> int:
@@ -100,12 +107,13 @@ class Document(NamedTuple):
     """A text to train on.
 
     prompt: precedes the text and does not count. spans: ranges of characters of `text` that count;
-    None: all count.
+    None: all count. is_desirable: the label of an answer that has one.
     """
 
     text: str
     prompt: str = ""
     spans: tuple[tuple[int, int], ...] | None = None
+    is_desirable: bool = True
 
     @property
     def learned(self) -> tuple[tuple[int, int], ...] | None:
@@ -434,6 +442,8 @@ def fields_of(source: TextSource) -> list[str]:
     """Return the keys of rows that may be read."""
     if source.kind == PREFERENCE:
         return ["prompt", "chosen", "rejected", CONVERSATIONS, *ALPACA, *CHAT_EXTRAS]
+    if source.kind == UNPAIRED:
+        return ["prompt", "completion", "label", *CHAT_EXTRAS]
     return _fields(source.field)
 
 

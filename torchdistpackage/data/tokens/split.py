@@ -13,7 +13,7 @@ import numpy.typing as npt
 from torchdistpackage.config.data_split import split_at_end, too_few_tokens
 from torchdistpackage.data.tokens.token_cache import TokenizedText
 
-PAIR = "pair"
+PAIR, ANSWER = "pair", "answer"
 
 
 class SplitPart(NamedTuple):
@@ -37,8 +37,8 @@ class DocumentSplit:
     """The documents of each side of a split.
 
     is_cut: training reads the beginning of each document, validation the end. has_prompts: the
-    documents have prompts, so they are never cut. unit: name of a document in messages; a pair
-    makes a sample whatever its length.
+    documents have prompts, so they are never cut. unit: name of a document in messages; a pair or
+    an answer makes a sample whatever its length.
     """
 
     parts: dict[str, SplitPart]
@@ -68,7 +68,7 @@ class DocumentSplit:
                     f"is not cut; use more {self.unit}s"
                 )
                 continue
-            if self.unit == PAIR:
+            if self.unit in (PAIR, ANSWER):
                 continue
             extent = f" in {len(part.documents):,} documents" if not self.is_cut else ""
             if self.is_cut and split == "val":
@@ -111,6 +111,11 @@ def split_pairs(text: TokenizedText, val_fraction: float) -> DocumentSplit:
         documents_per_line=1,
     )
     return replace(split_documents(lines, val_fraction), unit=PAIR)
+
+
+def split_answers(text: TokenizedText, val_fraction: float) -> DocumentSplit:
+    """Split labelled answers like documents; an answer makes a sample whatever its length."""
+    return replace(split_documents(text, val_fraction), unit=ANSWER)
 
 
 def _in_val(hashes: npt.NDArray[np.float64], val_fraction: float) -> npt.NDArray[np.bool_]:

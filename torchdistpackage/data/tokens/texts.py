@@ -22,12 +22,13 @@ from torchdistpackage.data.tokens.documents import (
 )
 from torchdistpackage.data.tokens.pair_rows import pair_problems
 from torchdistpackage.data.tokens.row_notes import Tally, unused_notes
-from torchdistpackage.data.tokens.split import split_documents, split_pairs
+from torchdistpackage.data.tokens.split import split_answers, split_documents, split_pairs
 from torchdistpackage.data.tokens.template_date import today
 from torchdistpackage.data.tokens.token_bar import tokenizing
 from torchdistpackage.data.tokens.token_cache import TokenizedText, is_tokenized, tokenized
 from torchdistpackage.data.tokens.token_encoder import row_reader
 from torchdistpackage.data.tokens.token_workers import Progress
+from torchdistpackage.data.tokens.unpaired_rows import answer_problems
 from torchdistpackage.errors import DataError
 
 _FIRST_ROWS = 100
@@ -72,6 +73,9 @@ def all_tokenized(config: RunConfig) -> bool:
 
 
 def _split_problems(text: TokenizedText, data: DataSection) -> list[str]:
+    if data.is_unpaired:
+        problems = split_answers(text, data.val_fraction).problems(data.seq_len)
+        return [*problems, *answer_problems(text, data.seq_len)]
     if data.is_preference:
         problems = split_pairs(text, data.val_fraction).problems(data.seq_len)
         return [*problems, *pair_problems(text, data.seq_len)]

@@ -8,7 +8,8 @@ tokens.bin     ids of all documents, one after another, uint16 or uint32
 ends.bin       int64: where each document ends in it
 lines.bin      int64: the line or row of each document in its file
 places.bin     float64 in [0, 1): a hash of each document's text, by which splits are made
-counted.bin    uint8, where prompts do not count: 1 for a token that counts in the loss
+counted.bin    uint8, where prompts do not count: 1 for a token that counts in the loss,
+               2 for one of an answer that was called bad
 prompts.bin    int64, with counted.bin: for each document the tokens before the first that counts
 meta.json      numbers, names of the files, which documents came from which, and checksums
 

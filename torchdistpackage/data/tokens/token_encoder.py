@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchdistpackage.config.data_section import PREFERENCE
+from torchdistpackage.config.data_section import PREFERENCE, UNPAIRED
 from torchdistpackage.config.hugging_face import special_tokens, tokenizer_file, vocabulary_size
 from torchdistpackage.config.text_ends import TextEnds, end_of_text
 from torchdistpackage.data.tokens.chat import ChatTemplate
@@ -32,10 +32,13 @@ from torchdistpackage.data.tokens.documents import (
     reader_of,
     text_document,
 )
+from torchdistpackage.data.tokens.labelled_answers import AnswerReader
 from torchdistpackage.data.tokens.preference_pairs import PairReader
 from torchdistpackage.data.tokens.row_notes import Tally, count_unused
 from torchdistpackage.errors import DataError
 
+UNDESIRABLE = np.uint8(2)
+"""Mark, instead of 1, of a token that counts in an answer that was called bad."""
 _MOST_LINES = 512
 """Largest number of lines tokenized at once."""
 _MOST_LETTERS = 1 << 20
@@ -158,7 +161,8 @@ class DocumentEncoder:
             ends = self._ends.lacking(text.ids) if document.spans is None else TextEnds()
             ids.append([*ends.bos, *text.ids, *ends.eos])
             if self._source.has_prompts:
-                counted.append(_counted(text, span, ends))
+                counts = _counted(text, span, ends)
+                counted.append(counts if document.is_desirable else counts * UNDESIRABLE)
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
         flat = np.fromiter(chain.from_iterable(ids), self.dtype, int(lengths.sum()))
         per_line = self._source.documents_per_line
@@ -192,6 +196,8 @@ def row_reader(source: TextSource, folder: Path, tally: Tally) -> Reader:
     today = date.fromisoformat(source.today) if source.today else date.today()
     if source.kind == PREFERENCE:
         reader: Reader = PairReader(folder, today, tally)
+    elif source.kind == UNPAIRED:
+        reader = AnswerReader(folder, today, tally)
     elif source.may_be_chat:
         template = ChatTemplate(folder, today, tally)
 
