@@ -351,6 +351,17 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "eval_ema=true optim.ema_decay is null 0.999",
     ),
     (
+        {"data__name": "unpaired_preference", "data__path": "a.jsonl", "data__tokenizer": "t"},
+        "train.dpo.loss",
+        "loss=sigmoid data.name=unpaired_preference set loss kto name preference",
+    ),
+    (
+        {"data__name": "unpaired_preference", "data__path": "a.jsonl", "data__tokenizer": "t"}
+        | {"train__dpo": {"loss": "kto"}, "data__global_batch": 1, "pipeline__microbatches": 1},
+        "data.global_batch",
+        "data.global_batch=1 set it to 2",
+    ),
+    (
         {"train__early_stop": {"metric": "wbe"}, "data__eval": {"web": "web.txt"}},
         "train.early_stop.metric",
         "early_stop.metric=wbe val_loss, web eval_NAME",

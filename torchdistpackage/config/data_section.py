@@ -237,7 +237,7 @@ class DataSection(NamedSection):
     name: DataName = Field(
         default="python_stdlib",
         description="Kind of data: the sources of Python's standard library, files of text, jsonl, "
-        "parquet or arrow, binary token ids (tokens), or answers, in pairs (preference) or labelled "
+        "parquet or arrow, token ids (tokens), or answers, in pairs (preference) or labelled "
         "(unpaired_preference). Leave it out with target.",
     )
     path: k.PathOrNull = Field(
