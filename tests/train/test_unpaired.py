@@ -160,7 +160,7 @@ def test_adapters_are_their_own_reference(ranks, answers, layout):
 
 
 def test_wrong_lines_and_keys_are_named(tdp, tmp_path):
-    lines = [{"prompt": "a", "completion": "b", "label": 1}, {"prompt": ["a"], "completion": ""}]
+    lines = [{"prompt": "a", "completion": "b", "label": 1}, {"prompt": 3, "completion": ""}]
     lines += [answer(0), {"prompt": "a", "chosen": "b", "rejected": "c"}]
     keys = data_keys(tmp_path)
     path = save_lines(tmp_path / "bad.jsonl", lines)
@@ -171,7 +171,7 @@ def test_wrong_lines_and_keys_are_named(tdp, tmp_path):
     assert code == 2
     for expected in (
         "bad.jsonl:1: label is '1'; write true",
-        "bad.jsonl:2: no key 'label'",
+        "bad.jsonl:2: no key 'label'; there are prompt, completion; prompt is a int; it has to",
         "completion is empty",
         "bad.jsonl:4: no key 'completion'",
     ):

@@ -48,13 +48,11 @@ class AnswerReader:
         kind, name = (list, "list of messages") if is_chat else (str, "text")
         for key in (PROMPT, COMPLETION):
             if key in row and not isinstance(row[key], kind):
+                is_as = ", as the completion is" if key == PROMPT else " or a list of messages"
                 problems.append(
-                    f"{key} is a {type(row[key]).__name__}; it has to be a {name}, as the "
-                    f"completion is"
-                    if is_chat or key == PROMPT
-                    else f"{key} is a {type(row[key]).__name__}; it has to be a {name}"
+                    f"{key} is a {type(row[key]).__name__}; it has to be a {name}{is_as}"
                 )
-        if COMPLETION in row and not row[COMPLETION] and row[COMPLETION] is not None:
+        if row.get(COMPLETION) in ("", []):
             problems.append(f"{COMPLETION} is empty")
         if LABEL in row and not isinstance(row[LABEL], bool):
             problems.append(
