@@ -382,6 +382,11 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "keep_best=wbe val_loss, web data.eval",
     ),
     (
+        {"data__streaming": True, "train__epochs": 2.0},
+        "data.streaming",
+        "data.streaming=true data.tokenizer data.val_path train.steps",
+    ),
+    (
         {"data__packing": "whole"},
         "data.packing",
         "data.packing=whole data.tokenizer remove packing",

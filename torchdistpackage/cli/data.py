@@ -14,7 +14,14 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.data.tokens.row_notes import row_notes
 from torchdistpackage.data.tokens.split import split_documents
 from torchdistpackage.data.tokens.template_date import with_template_date
-from torchdistpackage.data.tokens.texts import text_parts, tokenized_part
+from torchdistpackage.data.tokens.text_blocks import TextBlocks
+from torchdistpackage.data.tokens.texts import (
+    read_at_start,
+    text_parts,
+    text_source,
+    token_cache_folder,
+    tokenized_part,
+)
 from torchdistpackage.data.tokens.token_bar import tokenizing
 from torchdistpackage.data.tokens.token_cache import TokenizedText, cut_documents
 from torchdistpackage.errors import ConfigError, DataError
@@ -43,6 +50,9 @@ def tokenize(config: Config, overrides: Overrides = None) -> None:
     run = with_template_date(run)
     labels = {x.section.path: f"{x.label}: " for x in run.data.blend}
     for part in text_parts(run).values():
+        if part.streaming:
+            typer.echo(f"{labels.get(part.path, '')}{_tokenize_blocks(run, part)}")
+            continue
         text = _tokenize(run, part)
         typer.echo(
             f"{labels.get(part.path, '')}{len(text.tokens):,} tokens of {len(text.ends):,} "
@@ -71,7 +81,7 @@ def show(
     source. It starts no ranks.
     """
     run = with_template_date(load(config, list(overrides or [])))
-    for part in text_parts(run).values():
+    for part in read_at_start(run).values():
         _tokenize(run, part)
     coloured = (
         sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -90,3 +100,17 @@ def _tokenize(run: RunConfig, part: DataSection) -> TokenizedText:
             return tokenized_part(run, part, progress)
     except DataError as error:
         raise ConfigError(str(error)) from error
+
+
+def _tokenize_blocks(run: RunConfig, part: DataSection) -> str:
+    """Tokenize all blocks of a part that is streamed, and return their sum."""
+    num_tokens = num_documents = 0
+    try:
+        blocks = TextBlocks(text_source(part), token_cache_folder(run))
+        for number in range(len(blocks)):
+            text = blocks.read(number)
+            num_tokens += len(text.tokens)
+            num_documents += len(text.ends)
+    except DataError as error:
+        raise ConfigError(str(error)) from error
+    return f"{num_tokens:,} tokens of {num_documents:,} documents, in {len(blocks)} blocks"

@@ -30,7 +30,7 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.text_ends import TextEnds
 from torchdistpackage.data.tokens.documents import TextSource
 from torchdistpackage.data.tokens.prompts import TokenCodec
-from torchdistpackage.data.tokens.texts import text_parts, tokenized_part
+from torchdistpackage.data.tokens.texts import read_at_start, tokenized_part
 from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import DataError
 from torchdistpackage.lazy import resolve
@@ -141,7 +141,7 @@ def eval(
         raise refusal(_COMMAND, problems)
     if detect(os.environ).source == "alone":
         try:  # refuse a bad line here, before ranks start; they read the tokens stored here
-            for part in text_parts(config).values():
+            for part in read_at_start(config).values():
                 tokenized_part(config, part)
         except DataError as error:
             raise refusal(_COMMAND, [str(error)]) from error

@@ -279,6 +279,12 @@ class DataSection(NamedSection):
         description="Folder in which tokenized texts are kept for later runs; null: the folder "
         "tokens in run.dir.",
     )
+    streaming: bool = Field(
+        default=False,
+        description="Train while texts are tokenized: files are read in blocks of about 8 MiB, "
+        "whose order is drawn anew in each epoch, and documents are shuffled within a block. Set "
+        "it for files that take minutes to tokenize. Needs data.tokenizer and data.val_path.",
+    )
     document_masks: bool = Field(
         default=False,
         description="Let each token attend to tokens of its own document only. Needs "
@@ -391,7 +397,7 @@ class DataSection(NamedSection):
         return self.parts | val | {f"data.eval.{n}": x for n, x in self.eval_parts.items()}
 
     def _evaluated(self, path: str) -> "DataSection":
-        return self.reading(path).model_copy(update={"val_fraction": 1.0})
+        return self.reading(path).model_copy(update={"val_fraction": 1.0, "streaming": False})
 
     def reading(self, path: str, name: str | None = None, field: str | None = None) -> Self:
         """Return the section that reads this file or folder alone, with the same other keys."""

@@ -105,6 +105,25 @@ def _data_is_named_once(c: RunConfig, world_size: int | None) -> str | None:
     return None
 
 
+@rule("data.streaming", "data.name", "data.tokenizer", "data.val_path", "train.epochs")
+def _streamed_texts_have_their_own_validation(c: RunConfig, world_size: int | None) -> str | None:
+    d = c.data
+    if not d.streaming:
+        return None
+    problems: list[str] = []
+    if d.tokenizer is None:
+        problems.append("data.tokenizer, as only texts are tokenized")
+    if d.val_path is None:
+        problems.append("data.val_path, as a part for validation is not known before all is read")
+    if c.train.epochs is not None:
+        problems.append("train.steps in place of train.epochs, as the samples are not known before")
+    if d.spec is not None and not d.spec.in_blend:
+        problems.append(f"texts, not data.name={d.name}")
+    if not problems:
+        return None
+    return f"data.streaming=true needs {'; '.join(problems)}; change these, or remove streaming"
+
+
 @rule("data.packing", "data.tokenizer")
 def _documents_are_packed(c: RunConfig, world_size: int | None) -> str | None:
     if c.data.packing == "auto" or c.data.tokenizer is not None:

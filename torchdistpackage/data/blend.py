@@ -66,12 +66,14 @@ def _sum_of_floors(number: int, over: int, step: int, first: int) -> int:
 
 
 class BlendPart(NamedTuple):
-    """One source of a blend. num_samples: samples in one pass over its training data."""
+    """One source of a blend. num_samples: samples in one pass over its training data; None: they
+    are not known.
+    """
 
     label: str
     weight: float
     data: SequenceSource
-    num_samples: int
+    num_samples: int | None
 
 
 class BlendedDataset:
@@ -158,10 +160,14 @@ class BlendedDataset:
         }
 
     def epochs(self, seed: int, step: int) -> dict[str, float]:
-        """Return the epochs over the data of each source at the end of a training step."""
+        """Return the epochs over the data of each source at the end of a training step, as far as
+        they are known.
+        """
         counts = self._order(seed).counts(step * self._global_batch)
         return {
-            x.label: self._rows * n / x.num_samples for x, n in zip(self.parts, counts, strict=True)
+            x.label: self._rows * n / x.num_samples
+            for x, n in zip(self.parts, counts, strict=True)
+            if x.num_samples is not None
         }
 
     def _order(self, seed: int) -> BlendOrder:

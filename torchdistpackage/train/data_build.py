@@ -19,10 +19,11 @@ from torchdistpackage.data.source import (
     TokenDataset,
     check_place,
 )
+from torchdistpackage.data.streaming import PackingOptions, StreamedDataset
 from torchdistpackage.data.tokens.pair_rows import cut_pairs
 from torchdistpackage.data.tokens.row_notes import row_notes
 from torchdistpackage.data.tokens.template_date import dated
-from torchdistpackage.data.tokens.texts import tokenized_part
+from torchdistpackage.data.tokens.texts import text_source, token_cache_folder, tokenized_part
 from torchdistpackage.data.tokens.token_cache import cut_documents
 from torchdistpackage.data.tokens.unpaired_rows import cut_answers
 from torchdistpackage.data.unpaired_data import UnpairedDataset
@@ -102,7 +103,7 @@ def with_steps(config: RunConfig) -> RunConfig:
     """
     if config.train.epochs is None:
         return config
-    sizes = (_read(config, part).num_samples["train"] for part in config.data.parts.values())
+    sizes = (_num_samples(_read(config, x)) or 0 for x in config.data.parts.values())
     per_step = config.data.global_batch * config.data.rows_per_sample
     steps = math.ceil(config.train.epochs * sum(sizes) / per_step)
     train = config.train.model_copy(update={"steps": max(steps, 1), "epochs": None})
@@ -147,8 +148,15 @@ def _training(plan: Plan) -> SequenceSource:
             data = _read(plan.config, part)
         except DataError as error:
             raise DataError(f"{key} {part.path}: {error}") from error
-        parts.append(BlendPart(label, weight, data, data.num_samples["train"]))
+        parts.append(BlendPart(label, weight, data, _num_samples(data)))
     return BlendedDataset(parts, section.global_batch, section.rows_per_sample)
+
+
+def _num_samples(
+    data: TokenDataset | PackedDataset | PreferenceDataset | StreamedDataset,
+) -> int | None:
+    """Return the samples of an epoch, None for streamed texts, of which they are not known."""
+    return None if data.num_samples is None else data.num_samples["train"]
 
 
 def notes_of(data: DataSource) -> list[str]:
@@ -179,10 +187,19 @@ def _pairs(config: RunConfig, section: DataSection, val_fraction: float) -> Pref
 
 def _read(
     config: RunConfig, section: DataSection
-) -> TokenDataset | PackedDataset | PreferenceDataset:
+) -> TokenDataset | PackedDataset | PreferenceDataset | StreamedDataset:
     """Return the dataset of a file or folder, or the built-in one that data.name names."""
     if section.is_preference:
         return _pairs(config, section, section.val_fraction)
+    if section.tokenizer is not None and section.streaming:
+        options = PackingOptions(
+            config.model.vocab,
+            section.seq_len,
+            section.global_batch,
+            section.document_masks,
+            section.packing,
+        )
+        return StreamedDataset(text_source(section), token_cache_folder(config), options)
     if section.tokenizer is not None:
         return PackedDataset(
             tokenized_part(config, section),

@@ -7,6 +7,7 @@ torch.
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,6 +88,16 @@ class ArrowRows:
     def place(self, piece: Piece) -> str:
         """See `FileReader`."""
         return f"{piece.path}: record batches {piece.first + 1} to {piece.last}"
+
+    def part_name(self, piece: Piece) -> str:
+        """See `FileReader`."""
+        where = f", from record batch {piece.first + 1} on" if piece.first else ""
+        return f"{piece.path}{where}"
+
+    def num_before(self, piece: Piece) -> int:
+        """See `FileReader`."""
+        with _opened(piece.path) as reader:
+            return sum(batch.num_rows for batch in islice(reader, piece.first))
 
 
 def _split_of(folder: Path, file: Path) -> str:

@@ -207,6 +207,14 @@ class FileReader(Protocol):
         """Return the place of a piece for an error."""
         ...
 
+    def part_name(self, piece: Piece) -> str:
+        """Return the name of a piece that its lines or rows are counted from, without reading."""
+        ...
+
+    def num_before(self, piece: Piece) -> int:
+        """Return the number of lines or rows of the file before a piece."""
+        ...
+
 
 class TextFiles:
     """Files of which each is one document."""
@@ -227,6 +235,14 @@ class TextFiles:
     def place(self, piece: Piece) -> str:
         """See `FileReader`."""
         return str(piece.path)
+
+    def part_name(self, piece: Piece) -> str:
+        """See `FileReader`."""
+        return str(piece.path)
+
+    def num_before(self, piece: Piece) -> int:
+        """See `FileReader`."""
+        return 0
 
 
 class JsonLines:
@@ -256,6 +272,14 @@ class JsonLines:
         num = max(_num_lines(path, piece.first, piece.last), 1)
         return f"{path}: lines {first} to {first + num - 1}"
 
+    def part_name(self, piece: Piece) -> str:
+        """See `FileReader`."""
+        return f"{piece.path}, from byte {piece.first} on" if piece.first else str(piece.path)
+
+    def num_before(self, piece: Piece) -> int:
+        """See `FileReader`."""
+        return _num_lines(piece.path, 0, piece.first)
+
 
 class ParquetRows:
     """Parquet files, each row a document."""
@@ -276,6 +300,17 @@ class ParquetRows:
     def place(self, piece: Piece) -> str:
         """See `FileReader`."""
         return f"{piece.path}: row groups {piece.first + 1} to {piece.last}"
+
+    def part_name(self, piece: Piece) -> str:
+        """See `FileReader`."""
+        return (
+            f"{piece.path}, from row group {piece.first + 1} on" if piece.first else str(piece.path)
+        )
+
+    def num_before(self, piece: Piece) -> int:
+        """See `FileReader`."""
+        with parquet_file(piece.path) as file:
+            return sum(file.metadata.row_group(i).num_rows for i in range(piece.first))
 
 
 def reader_of(kind: str) -> FileReader:

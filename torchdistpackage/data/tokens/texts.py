@@ -55,6 +55,11 @@ def text_parts(config: RunConfig) -> dict[str, DataSection]:
     return {key: x for key, x in config.data.all_parts.items() if x.tokenizer is not None}
 
 
+def read_at_start(config: RunConfig) -> dict[str, DataSection]:
+    """Return `text_parts` but for those that are tokenized while the run trains."""
+    return {key: x for key, x in text_parts(config).items() if not x.streaming}
+
+
 def tokenized_part(
     config: RunConfig, data: DataSection, progress: Progress | None = None
 ) -> TokenizedText:
@@ -112,7 +117,7 @@ def unused_keys(config: RunConfig) -> list[str]:
 def wrong_texts(config: RunConfig) -> list[Problem]:
     """Tokenize the texts of a run, with a progress bar, and return what is wrong with them."""
     problems: list[Problem] = []
-    for key, data in text_parts(config).items():
+    for key, data in read_at_start(config).items():
         try:
             with tokenizing() as progress:
                 text = tokenized_part(config, data, progress)

@@ -22,10 +22,11 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ from torchdistpackage.bounded import read_regular
 from torchdistpackage.checkpoint.checksums import new_checksum
 from torchdistpackage.config.chat_templates import template_files
 from torchdistpackage.config.hugging_face import settings_files, tokenizer_file
-from torchdistpackage.data.tokens.documents import TextSource, files_of, pieces_of
+from torchdistpackage.data.tokens.documents import Piece, TextSource, files_of, pieces_of, reader_of
 from torchdistpackage.data.tokens.mapped import MappedTensors
 from torchdistpackage.data.tokens.row_notes import Tally
 from torchdistpackage.data.tokens.token_checks import META, SETTLED_S, checked_meta, meta_text
@@ -123,21 +124,44 @@ def tokenized(source: TextSource, cache: Path, progress: Progress | None = None)
     pointer = cache / f"{stamp.name}.known"
     if (folder := _entry_of_stamp(pointer, cache)) is not None:
         return _load(folder)
-    folder = cache / _digest(source, files)
+    write = partial(_write, source, files.texts, progress)
+    text = _entry(cache, _digest(source, files), source, write)
+    # a change right after the hash could leave the times as they are, so stamp only old files
+    if _stamp(source, files) == stamp and stamp.changed_s < time.time() - SETTLED_S:
+        with suppress(OSError):  # the cache may be read-only
+            atomic_write(pointer, text.folder.name)
+    return text
+
+
+def _entry(cache: Path, name: str, source: TextSource, write: "_Write") -> TokenizedText:
+    """Return the entry of this name, made now by `write` if it is missing."""
+    folder = cache / name
     if not folder.exists():
         try:
             cache.mkdir(parents=True, exist_ok=True)
             # wait for another rank that makes this entry, then look whether it has
-            with _locked(cache / f"{folder.name}.lock"):
+            with _locked(cache / f"{name}.lock"):
                 if not folder.exists():
-                    _make(source, files.texts, folder, progress)
+                    _make(source, folder, write)
         except OSError as error:
             raise DataError(f"cannot write the cache {folder}: {error.strerror}") from error
-    # a change right after the hash could leave the times as they are, so stamp only old files
-    if _stamp(source, files) == stamp and stamp.changed_s < time.time() - SETTLED_S:
-        with suppress(OSError):  # the cache may be read-only
-            atomic_write(pointer, folder.name)
     return _load(folder)
+
+
+def tokenized_block(source: TextSource, pieces: Sequence[Piece], cache: Path) -> TokenizedText:
+    """Return the cache entry of these pieces of the files of `source`, made now if it is missing.
+
+    Its name is a hash of the files as the file system describes them, and of the pieces.
+
+    Raises:
+        DataError: as `tokenized`.
+    """
+    texts = list(dict.fromkeys(piece.path for piece in pieces))
+    stamp = _stamp(source, _Files(_input_files(source).tokenizer, texts))
+    digest = hashlib.blake2b(stamp.name.encode(), digest_size=16)
+    for piece in pieces:
+        digest.update(f"{texts.index(piece.path)} {piece.first} {piece.last}\n".encode())
+    return _entry(cache, digest.hexdigest(), source, partial(_write_block, source, pieces))
 
 
 def is_tokenized(source: TextSource, cache: Path) -> bool:
@@ -244,7 +268,7 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _make(source: TextSource, files: list[Path], folder: Path, progress: Progress | None) -> None:
+def _make(source: TextSource, folder: Path, write: "_Write") -> None:
     """Make the entry `folder`; the caller holds its lock."""
     encoder = DocumentEncoder(source)
     host = f"{socket.gethostname()}.draft"
@@ -258,7 +282,7 @@ def _make(source: TextSource, files: list[Path], folder: Path, progress: Progres
         try:
             with ExitStack() as stack:
                 writer = _Writer(draft, encoder.dtype, stack, masks=source.has_prompts)
-                origins = _write(source, encoder, files, writer, progress)
+                origins = write(encoder, writer)
             if not writer.num_tokens:
                 raise DataError(f"{source.path} holds no token; put texts there")
             meta = {
@@ -321,12 +345,17 @@ class _Writer:
         self.num_documents += len(ends)
 
 
+_Write = Callable[[DocumentEncoder, _Writer], list[tuple[str, int]]]
+"""Writes the documents of an entry; returns the name of each file, and the number of documents
+before it."""
+
+
 def _write(
     source: TextSource,
-    encoder: DocumentEncoder,
     files: list[Path],
-    writer: _Writer,
     progress: Progress | None,
+    encoder: DocumentEncoder,
+    writer: _Writer,
 ) -> list[tuple[str, int]]:
     """Write all files; return the name of each and the number of documents before it."""
     origins: list[tuple[str, int]] = []
@@ -363,6 +392,31 @@ def _write(
         more = ["and maybe more"] * (len(problems) >= MOST_PROBLEMS)
         raise DataError("\n".join([*problems[:MOST_PROBLEMS], *more]))
     return origins
+
+
+def _write_block(
+    source: TextSource, pieces: Sequence[Piece], encoder: DocumentEncoder, writer: _Writer
+) -> list[tuple[str, int]]:
+    """Write pieces of files; returns a name with the part of the file for each, as `_Write`."""
+    origins: list[tuple[str, int]] = []
+    num_workers = min(usable_cpus(os.environ), sum(x.num_bytes for x in pieces) // WORKER_BYTES)
+    with TokenWorkers(source, num_workers) as workers:
+        for piece, encoded in workers.results(pieces):
+            number = 0
+            origins.append((f"{reader_of(source.kind).part_name(piece)}", writer.num_documents))
+            for batch in encoder.batches(piece) if encoded is None else encoded:
+                if batch.problems:
+                    raise DataError("\n".join(_problems(source, encoder, piece)))
+                writer.add(batch, number)
+                number += batch.num_lines
+    return origins
+
+
+def _problems(source: TextSource, encoder: DocumentEncoder, piece: Piece) -> list[str]:
+    """Return the problems of a piece by line, for which the lines before it are counted."""
+    number = reader_of(source.kind).num_before(piece)
+    batches = encoder.batches(piece, number, encode=False)
+    return [text for batch in batches for text in batch.problems][:MOST_PROBLEMS]
 
 
 def _load(folder: Path) -> TokenizedText:
