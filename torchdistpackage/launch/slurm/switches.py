@@ -188,8 +188,9 @@ def _hosts(text: str, line: str) -> tuple[str, ...]:
 
 def _aggregate(read: _Read) -> None:
     """Put consecutive blocks together as the sizes of topology.conf say."""
+    smallest = min(read.sizes, default=1)
     for size in read.sizes[1:]:
-        number = max(size // read.sizes[0], 1)
+        number = max(size // smallest, 1)
         for first in range(0, len(read.blocks), number):
             blocks = tuple(read.blocks[first : first + number])
             name = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"{blocks[0]} of {size}"
