@@ -125,7 +125,7 @@ def test_a_run_that_ends_exports_its_newest_checkpoint_anew(ranks, tmp_path):
     plan = make_plan(load(run / "resolved.yaml"), 1)
     (run / "hf").mkdir()
     (run / "hf" / "model-00001-of-00009.safetensors").touch()  # of an earlier end
-    files = {x.name for x in export_run(run, plan.model, str(source)).iterdir()}
+    files = {x.name for x in export_run(run, plan.model, plan.config, str(source)).iterdir()}
     assert files == {
         *("config.json", "model.safetensors", "generation_config.json", "tokenizer.json"),
     }

@@ -260,6 +260,33 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "train.dpo.loss=ipo train.dpo.gamma=1.0 remove",
     ),
     (
+        {"train__embedding": {"scale": 5.0}},
+        "data.name",
+        "train.embedding data.name embedding",
+    ),
+    (
+        {
+            "data__name": "embedding",
+            "data__path": "x",
+            "data__tokenizer": "t",
+            "data__packing": "whole",
+        },
+        "data.name",
+        "data.name=embedding model.hf data.packing=whole",
+    ),
+    (
+        {
+            "data__name": "embedding",
+            "data__path": "x",
+            "data__tokenizer": "t",
+            "model__name": None,
+            "model__hf": "m.json",
+            "train__embedding": {"matryoshka_dims": [8, 4], "matryoshka_weights": [1.0]},
+        },
+        "train.embedding.matryoshka_weights",
+        "train.embedding.matryoshka_weights has 1 2 matryoshka_dims",
+    ),
+    (
         {"train__distill": {"beta": 0.5}},
         "train.distill.teacher",
         "train.distill.beta=0.5 train.distill.teacher set",

@@ -159,7 +159,7 @@ def keys(models: tuple[str, str], options: dict[str, float]) -> list[str]:
 SMALL_SET = {("jsd", "pipe2xtensor2"), ("forward", "data2-zero3")}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [

@@ -18,6 +18,7 @@ from torchdistpackage.run_files import CHECKPOINTS, RESOLVED
 
 EXPORT = "torchdistpackage.train.export:export_checkpoint"
 MERGE = "torchdistpackage.train.export:export_merged"
+COMPLETE = "torchdistpackage.train.export:complete"
 TARGETS = ("hf",)
 DTYPES = ("float32", "bfloat16", "float16", "float64", "folder")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
@@ -125,6 +126,7 @@ def export(
         like=like or like_run,
         averages=ema,
     )
+    resolve(COMPLETE)(written, config, model)
     files = sorted(x.name for x in Path(written).glob("*.safetensors"))
     named = "config.json" if merge else model.files().config
     if merge and model.packed():

@@ -19,6 +19,8 @@ from torchdistpackage.text import markdown_table
 
 PREFERENCE, UNPAIRED = "preference", "unpaired_preference"
 """The value of data.name for JSON lines with a preferred and a rejected answer each."""
+EMBEDDING = "embedding"
+"""The value of data.name for JSON lines with an anchor, its positive and negatives each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,16 @@ DATA: Mapping[str, DataSpec] = {
             document="a line of prompt, completion and label: see "
             "[answers that were called good or bad](preference.md#kto)",
         ),
+        DataSpec(
+            EMBEDDING,
+            path="file or folder",
+            reader=f"{_READERS}:JsonLines",
+            suffix=".jsonl",
+            keys=("num_negatives",),
+            task="torchdistpackage.train.build:embedding_task",
+            document="a line of anchor, positive and negatives: see [embeddings](embedding.md)",
+            needs="`model.hf`",
+        ),
     )
 }
 
@@ -237,8 +249,8 @@ class DataSection(NamedSection):
     name: DataName = Field(
         default="python_stdlib",
         description="Kind of data: the sources of Python's standard library, files of text, jsonl, "
-        "parquet or arrow, token ids (tokens), or answers, in pairs (preference) or labelled "
-        "(unpaired_preference). Leave it out with target.",
+        "parquet or arrow, token ids (tokens), answers, in pairs (preference) or labelled "
+        "(unpaired_preference), or texts to compare (embedding). Leave it out with target.",
     )
     path: k.PathOrNull = Field(
         default=None,
@@ -299,6 +311,11 @@ class DataSection(NamedSection):
     dtype: k.TokenDtype = Field(
         default="uint16", description="Type of the token ids in the file of name: tokens."
     )
+    num_negatives: k.CountOrZero = Field(
+        default=0,
+        le=1 << 10,
+        description="Number of hard negatives of each line of name: embedding.",
+    )
     target: k.ImportPath = Field(
         default=None,
         description="Import path of your function that makes the data, such as pkg.module:build; "
@@ -352,10 +369,17 @@ class DataSection(NamedSection):
         return self.name == UNPAIRED
 
     @property
+    def is_embedding(self) -> bool:
+        """Return whether samples are texts to compare."""
+        return self.name == EMBEDDING
+
+    @property
     def rows_per_sample(self) -> int:
         """Return the number of sequences in a sample: 2 for a preference pair, or for a labelled
-        answer with its mismatched one, else 1.
+        answer with its mismatched one, 2 and the negatives for texts to compare, else 1.
         """
+        if self.is_embedding:
+            return 2 + self.num_negatives
         return 2 if self.is_preference else 1
 
     @property
@@ -401,7 +425,7 @@ class DataSection(NamedSection):
 
     def reading(self, path: str, name: str | None = None, field: str | None = None) -> Self:
         """Return the section that reads this file or folder alone, with the same other keys."""
-        kind = name or (self.name if self.is_preference else None)
+        kind = name or (self.name if self.spec is not None and self.spec.task else None)
         kind = kind or KIND_OF_SUFFIX.get(PurePath(path).suffix)
         kind = kind or (self.name if self.name in KINDS else "text")
         return self.model_copy(

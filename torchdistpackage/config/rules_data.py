@@ -8,6 +8,7 @@ from torchdistpackage.config.data_section import (
     UNPAIRED,
     DataSection,
 )
+from torchdistpackage.config.embedding_section import EmbeddingSection
 from torchdistpackage.config.preference_losses import PREFERENCE_LOSSES
 from torchdistpackage.config.rules import Rule, named_once, rule
 from torchdistpackage.config.schema import DistillSection, DpoSection, RunConfig
@@ -24,7 +25,7 @@ def _tokenizer_is_for_text(c: RunConfig, world_size: int | None) -> str | None:
         return None
     source = f"data.name={d.name}" if d.name else f"data.target={d.target}"
     takes_field = d.name in ROWS
-    if (takes_field or d.is_preference) and d.tokenizer is None:
+    if (takes_field or (d.spec is not None and d.spec.task)) and d.tokenizer is None:
         return f"{source} needs data.tokenizer, a folder with tokenizer.json"
     reads_text = d.spec is not None and d.spec.reader
     if d.tokenizer is not None and not reads_text:
@@ -244,6 +245,53 @@ def _loss_of_pairs_reads_its_keys(c: RunConfig, world_size: int | None) -> str |
 
 
 @rule(
+    "data.name",
+    "data.sources",
+    "data.field",
+    "data.document_masks",
+    "data.packing",
+    "model.hf",
+    "model.loss",
+    *(f"train.embedding.{key}" for key in EmbeddingSection.model_fields),
+)
+def _texts_are_compared(c: RunConfig, world_size: int | None) -> str | None:
+    d, plain, options = c.data, DataSection(), c.train.embedding
+    if not d.is_embedding:
+        if all(getattr(options, x) == y for x, y in EmbeddingSection()):
+            return None
+        return (
+            "train.embedding is for texts to compare; set data.name to embedding, or remove "
+            "train.embedding"
+        )
+    problems: list[str] = []
+    if c.model.hf is None:
+        problems.append("a model that is not of transformers; set model.hf to its folder")
+    if d.document_masks or d.packing != plain.packing:
+        key, value = ("document_masks", "true") if d.document_masks else ("packing", d.packing)
+        problems.append(f"data.{key}={value} (each text has a row of its own)")
+    if d.field != plain.field or any(x.field is not None for x in d.sources):
+        problems.append("data.field (the fields are anchor, positive and negatives)")
+    if odd := sorted({x.name for x in d.sources if x.name is not None}):
+        problems.append(f"data.sources with name={', '.join(odd)} (all sources hold such lines)")
+    if c.model.loss is not None:
+        problems.append(f"model.loss={c.model.loss} (the loss compares embeddings)")
+    if not problems:
+        return None
+    return f"data.name=embedding does not go with {' nor with '.join(problems)}; remove it"
+
+
+@rule("train.embedding.matryoshka_weights", "train.embedding.matryoshka_dims")
+def _each_dim_has_a_weight(c: RunConfig, world_size: int | None) -> str | None:
+    dims, weights = c.train.embedding.matryoshka_dims, c.train.embedding.matryoshka_weights
+    if len(weights) in (0, len(dims)):
+        return None
+    return (
+        f"train.embedding.matryoshka_weights has {len(weights)} numbers for the {len(dims)} of "
+        f"matryoshka_dims; give one for each, or none for 1 each"
+    )
+
+
+@rule(
     *(f"train.distill.{key}" for key in DistillSection.model_fields),
     "data.name",
     "model.loss",
@@ -266,8 +314,8 @@ def _a_teacher_has_tokens(c: RunConfig, world_size: int | None) -> str | None:
     if options.teacher.endswith(".json"):
         return f"{teacher} is a file without weights; name the folder of a trained model"
     problems: list[str] = []
-    if c.data.is_preference:
-        problems.append(f"data.name={c.data.name} (its loss is of pairs, not of tokens)")
+    if c.data.spec is not None and c.data.spec.task:
+        problems.append(f"data.name={c.data.name} (its loss is not of tokens)")
     if c.model.loss is not None:
         problems.append(f"model.loss={c.model.loss} (the loss compares logits)")
     if c.model.target is not None:

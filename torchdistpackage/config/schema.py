@@ -11,6 +11,7 @@ from pydantic import Field, PrivateAttr
 
 from torchdistpackage.config import types as k
 from torchdistpackage.config.data_section import DataSection, SourceSection
+from torchdistpackage.config.embedding_section import EmbeddingSection
 from torchdistpackage.config.errors import KeyLocations, Problem, SourceLocation
 from torchdistpackage.config.model_section import ModelSection
 from torchdistpackage.config.node_types import NodePathOrNull, NodeSpanOrNull
@@ -418,6 +419,7 @@ class TrainSection(Section):
     dpo: DpoSection = default(DpoSection)
     early_stop: EarlyStopSection = default(EarlyStopSection)
     distill: DistillSection = default(DistillSection)
+    embedding: EmbeddingSection = default(EmbeddingSection)
     recompute: k.Recompute = Field(
         default="none",
         description="Which activations the backward recomputes instead of keeping them: none, "

@@ -304,6 +304,19 @@ TrackerNames = Annotated[
     Expected(f"a list of different services out of {', '.join(TRACKERS)}", TRACKERS),
 ]
 ModelName = Literal["gpt"] | None
+Pooling = Literal["mean", "last", "cls"]
+Dims = Annotated[
+    tuple[Annotated[int, Field(ge=1, le=1 << 20), _Whole], ...],
+    Field(max_length=64),
+    BeforeValidator(_sequence),
+    Expected("a list of whole numbers above 0, e.g. [768, 256, 64]"),
+]
+Weights = Annotated[
+    tuple[Positive, ...],
+    Field(max_length=64),
+    BeforeValidator(_sequence),
+    Expected("a list of numbers above 0, e.g. [1.0, 0.5]"),
+]
 OptimizerName = Annotated[str, *one_of(OPTIMIZERS)]
 QuantType = Literal["nf4", "fp4"]
 LrSchedule = Literal[

@@ -34,6 +34,8 @@ class PreferenceDataset:
             one side has no pair; all problems at once.
     """
 
+    rows_per_sample = 2
+
     def __init__(
         self,
         text: TokenizedText,
@@ -45,7 +47,7 @@ class PreferenceDataset:
     ):
         self.text = text
         self.seq_len = seq_len
-        self._num_rows = 2 * global_batch
+        self._num_rows = self.rows_per_sample * global_batch
         split = self._split(val_fraction)
         self._pairs = {name: part.documents for name, part in split.parts.items()}
         self._epochs: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
@@ -68,7 +70,7 @@ class PreferenceDataset:
     @property
     def num_samples(self) -> dict[str, int]:
         """Rows in an epoch, by split."""
-        return {name: 2 * len(pairs) for name, pairs in self._pairs.items()}
+        return {name: self.rows_per_sample * len(pairs) for name, pairs in self._pairs.items()}
 
     def batch(
         self,

@@ -24,6 +24,13 @@ def refuse_model(model: ModelSpec, config: RunConfig, source: str) -> None:
             model.check_weights(folder)
         except (CheckpointError, LayoutError) as error:
             problems.append(config.problem(key, str(error)))
+    dims = config.train.embedding.matryoshka_dims
+    if config.data.is_embedding and dims and max(dims) > model.shape.dim:
+        text = (
+            f"{max(dims)} is more than the {model.shape.dim} dimensions of an embedding; use up to "
+            f"{model.shape.dim}"
+        )
+        problems.append(config.problem("train.embedding.matryoshka_dims", text))
     if config.checkpoint.export is not None:
         try:
             model.sources()

@@ -269,6 +269,7 @@ class TransformersStage(nn.Module):
         self._cached: dict[str, Any] = {}
         self.to_pack: dict[str, str] = {}
         """Local name -> global name of weights in 4 bits, on meta until a folder is read."""
+        self._returns_hidden, self._hidden = False, torch.empty(0)
         self._draws = group is not None and may_draw(decoder, is_known=True)
         if group is not None and self._draws:
             draws_as(map(self.get_submodule, self.block_names()), group.rank())
@@ -323,7 +324,8 @@ class TransformersStage(nn.Module):
         return not self._draws or name in self.block_names()
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Outputs:
-        """Return the activations of the last block here, or on the last stage the logits.
+        """Return the activations of the last block here, or on the last stage the logits, or hidden
+        states after `return_hidden`.
 
         x: ids (B, S) int64 on the first stage, else activations (B, S, D); S counts the tokens of
             this rank. Logits are (B, S, V/n), of this rank's columns, with the auxiliary loss of
@@ -331,6 +333,13 @@ class TransformersStage(nn.Module):
         position_ids: (B, S) int64 of whole sequences, from 0 in each document of a sample; no
             token sees another document.
         """
+        outputs = self._outputs(x, position_ids)
+        if not self._returns_hidden:
+            return outputs
+        hidden, self._hidden = self._hidden, torch.empty(0)
+        return hidden
+
+    def _outputs(self, x: Tensor, position_ids: Tensor | None) -> Outputs:
         mask = None
         by = None if position_ids is None else documents_by(self.shape)
         if by in ("distances", "not"):
@@ -359,6 +368,30 @@ class TransformersStage(nn.Module):
         if self._top_k:
             return output.logits, router_load(output.router_logits, self._top_k)
         return output.logits, output.aux_loss
+
+    def return_hidden(self) -> None:
+        """Let the last stage return hidden states (B, S, D) in place of logits: what its head is
+        called with. A head with a weight of its own is frozen.
+        """
+        decoder: Any = self.decoder
+        if isinstance(decoder, DecoderStage):
+            decoder = decoder.__dict__.get("_model")
+        if decoder is None:  # another stage has the head
+            return
+        head = decoder.get_output_embeddings()
+        path = next(name for name, module in self.named_modules() if module is head)
+        names = self.global_names()
+        for name, parameter in self.named_parameters():
+            # a weight tied to the embedding has the name of that
+            if name.startswith(f"{path}.") and names[name] == name.removeprefix("decoder."):
+                parameter.requires_grad_(False)
+
+        def keep(hidden: Tensor, *_: object) -> Tensor:
+            self._hidden = hidden
+            return hidden[..., :1]  # what follows the head, such as a cap of logits, is not needed
+
+        head.forward = keep
+        self._returns_hidden = True
 
     def loss(
         self,

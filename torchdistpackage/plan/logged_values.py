@@ -78,6 +78,12 @@ VALUES = (
         read=lambda result: result.task,
     ),
     LoggedValue(
+        "accuracy",
+        "share, 0 to 1",
+        "with [texts to compare](embedding.md): of anchors nearest to their own positive; after a "
+        "validation also `eval_recall@1`, `eval_ndcg@10` and more",
+    ),
+    LoggedValue(
         "kd_loss",
         "nats per token",
         "with a [teacher](distill.md): mean divergence from it, and as `ce_loss` the cross entropy "

@@ -38,6 +38,8 @@ def unpredicted_memory(plan: Plan) -> str | None:
         )
     if plan.config.data.is_preference:
         return "activations are not counted for pairs of answers, whose reference runs besides"
+    if plan.config.data.is_embedding:
+        return "activations are not counted for texts to compare"
     if plan.teacher is not None:
         return "activations are not counted for a run whose teacher runs besides"
     if plan.config.model.loss is not None:

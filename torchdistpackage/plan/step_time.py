@@ -118,6 +118,8 @@ def unpredicted(plan: Plan) -> str | None:
         return "float64 is not predicted; set precision.dtype to bf16 or float32"
     if plan.config.data.is_preference:
         return "not predicted for pairs of answers, whose reference runs beside the model"
+    if plan.config.data.is_embedding:
+        return "not predicted for texts to compare, which go forward twice"
     if plan.teacher is not None:
         return "not predicted for a run whose teacher runs beside the model (train.distill)"
     if plan.config.train.recompute == "offload":

@@ -49,6 +49,8 @@ def uncounted(plan: Plan) -> str | None:
         return "not counted for labelled answers, whose divergence is estimated besides"
     if plan.teacher is not None:
         return "not counted for a run with a teacher (train.distill)"
+    if config.data.is_embedding:
+        return "not counted for texts to compare, whose embeddings data ranks gather"
     if not _all_stages_send_back(plan):
         return "not counted for stages in front of the first adapter, which get no gradients"
     if config.has_reference and plan.zero == 3 and not config.has_reference_copy:

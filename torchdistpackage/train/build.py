@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -58,6 +58,7 @@ from torchdistpackage.train.compiled import compile_blocks
 from torchdistpackage.train.data_build import blend_of, build_data, build_eval_sets
 from torchdistpackage.train.distillation import DistillLoss, LogitsOf
 from torchdistpackage.train.early_stop import EarlyStop
+from torchdistpackage.train.embedding import EmbeddingLoss
 from torchdistpackage.train.embedding_noise import EmbeddingNoise
 from torchdistpackage.train.learning_rate import learning_rate
 from torchdistpackage.train.log import StepLog, print_line
@@ -103,6 +104,10 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
         first.add_embedding_noise(EmbeddingNoise(alpha, config.data.seq_len))
         # making layers has drawn numbers, more where a rank has more of them
         seed_rank(config.run.seed, plan.topology.dense, rank)
+    if config.data.is_embedding:
+        any_stage: Any
+        for any_stage in stage.children():
+            any_stage.return_hidden()
     compile_blocks(stage, config.train.compile_backend, config.train.compile)
     tables = {name for name, layout in layouts.items() if layout.is_table}
     global_names = {name: layout.name for name, layout in layouts.items()}
@@ -235,6 +240,18 @@ def distillation_task(model: StagedModel, teacher_plan: Plan) -> DistillLoss:
         config.train.distill,
         logits_of=LogitsOf.last_stage(model.stage),
         teacher_logits_of=LogitsOf.last_stage(stage),
+    )
+
+
+def embedding_task(model: StagedModel) -> EmbeddingLoss:
+    """Return the loss of a run on texts to compare."""
+    config = model.plan.config
+    return EmbeddingLoss(
+        model.device,
+        config.train.embedding,
+        config.data.rows_per_sample,
+        tpc.get_group("data"),
+        tpc.get_group("context"),
     )
 
 

@@ -10,6 +10,7 @@ from torchdistpackage.config.data_section import DataSection
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.data import corpus
 from torchdistpackage.data.blend import BlendedDataset, BlendPart
+from torchdistpackage.data.embedding_data import EmbeddingDataset, cut_texts
 from torchdistpackage.data.packing import PackedDataset
 from torchdistpackage.data.preference_data import PreferenceDataset
 from torchdistpackage.data.source import (
@@ -165,6 +166,8 @@ def notes_of(data: DataSource) -> list[str]:
         return notes_of(data.train)
     if isinstance(data, BlendedDataset):
         return [f"{part.label}: {note}" for part in data.parts for note in notes_of(part.data)]
+    if isinstance(data, EmbeddingDataset):
+        return [*filter(None, (cut_texts(data.text, data.seq_len),)), *row_notes(data.text.tally)]
     if isinstance(data, PreferenceDataset):
         cut = cut_answers if isinstance(data, UnpairedDataset) else cut_pairs
         return [*filter(None, (cut(data.text, data.seq_len),)), *row_notes(data.text.tally)]
@@ -174,8 +177,11 @@ def notes_of(data: DataSource) -> list[str]:
     return [*notes, *row_notes(data.text.tally)]
 
 
-def _pairs(config: RunConfig, section: DataSection, val_fraction: float) -> PreferenceDataset:
+def _rows(config: RunConfig, section: DataSection, val_fraction: float) -> PreferenceDataset:
+    """Return the dataset of samples of several rows: answers, or texts to compare."""
     dataset = UnpairedDataset if section.is_unpaired else PreferenceDataset
+    if section.is_embedding:
+        dataset = EmbeddingDataset
     return dataset(
         tokenized_part(config, section),
         vocab=config.model.vocab,
@@ -189,8 +195,8 @@ def _read(
     config: RunConfig, section: DataSection
 ) -> TokenDataset | PackedDataset | PreferenceDataset | StreamedDataset:
     """Return the dataset of a file or folder, or the built-in one that data.name names."""
-    if section.is_preference:
-        return _pairs(config, section, section.val_fraction)
+    if section.spec is not None and section.spec.task:
+        return _rows(config, section, section.val_fraction)
     if section.tokenizer is not None and section.streaming:
         options = PackingOptions(
             config.model.vocab,
@@ -230,8 +236,8 @@ def read_windows(config: RunConfig, section: DataSection, all_data: bool) -> Win
     validation.
     """
     vocab = config.model.vocab
-    if section.is_preference:
-        return DocumentWindows(_pairs(config, section, 1.0 if all_data else section.val_fraction))
+    if section.spec is not None and section.spec.task:
+        return DocumentWindows(_rows(config, section, 1.0 if all_data else section.val_fraction))
     if section.tokenizer is not None:
         packed = PackedDataset(
             tokenized_part(config, section),

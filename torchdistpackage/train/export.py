@@ -15,7 +15,8 @@ from safetensors import SafetensorError
 from torchdistpackage.checkpoint.commit import damage, latest
 from torchdistpackage.checkpoint.formats.source import checkpoint_source
 from torchdistpackage.checkpoint.manifest import Manifest, read_manifest
-from torchdistpackage.config.hugging_face import config_file
+from torchdistpackage.config.hugging_face import FILE, config_file
+from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.lazy import resolve
@@ -26,6 +27,7 @@ from torchdistpackage.models.hugging_face_folder import (
     write_folder,
 )
 from torchdistpackage.models.model_spec import ModelSpec
+from torchdistpackage.models.sentence_transformers_folder import add_sentence_transformers
 from torchdistpackage.run_files import CHECKPOINTS
 from torchdistpackage.train.weight_averages import average_name
 
@@ -35,11 +37,16 @@ EXPORTED = "hf"
 
 
 def export_run(
-    run: Path, model: ModelSpec, like: str | None, beat: Callable[[], None] = lambda: None
+    run: Path,
+    model: ModelSpec,
+    config: RunConfig,
+    like: str | None,
+    beat: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write the newest checkpoint of a run to its folder `EXPORTED`, anew.
 
-    like: the folder or config.json that the run began with, if any. beat: see `export_checkpoint`.
+    config: of the run. like: the folder or config.json that the run began with, if any. beat: see
+    `export_checkpoint`.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or the folder cannot be written.
@@ -50,7 +57,20 @@ def export_run(
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier end of this run
     if like is not None and not config_file(like).is_file():
         like = None  # gone since the run began
-    return export_checkpoint(path, model, folder, like=like, beat=beat)
+    export_checkpoint(path, model, folder, like=like, beat=beat)
+    return complete(folder, config, model)
+
+
+def complete(folder: Path, config: RunConfig, model: ModelSpec) -> Path:
+    """Add what the library for models of this run reads beside transformers' files, if it is
+    another one. Adapters alone are for peft.
+
+    Raises:
+        DataError: the tokenizer of the run is gone.
+    """
+    if config.data.is_embedding and (folder / FILE).is_file():
+        add_sentence_transformers(folder, config, model.shape.dim)
+    return folder
 
 
 def export_checkpoint(

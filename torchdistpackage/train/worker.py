@@ -338,7 +338,8 @@ def _export(plan: Plan, run: Path) -> Export | None:
     section, model = plan.config.model, plan.model
     if plan.config.checkpoint.export is None or model is None:
         return None
-    return lambda beat: export_run(run, model, section.hf or section.weights, beat)
+    like = section.hf or section.weights
+    return lambda beat: export_run(run, model, plan.config, like, beat)
 
 
 _TERMINAL = re.compile(

@@ -17,6 +17,7 @@ from torchdistpackage.bounded import BOM, parse_json, wrong_encoding
 from torchdistpackage.config.data_section import (
     CHAT_FIELDS,
     DATA,
+    EMBEDDING,
     PREFERENCE,
     SUFFIX_OF_KIND,
     UNPAIRED,
@@ -70,6 +71,7 @@ class TextSource:
     bos: TextEnd = "auto"
     eos: TextEnd = "auto"
     today: str | None = None
+    num_negatives: int = 0
 
     @property
     def is_chat(self) -> bool:
@@ -88,7 +90,11 @@ class TextSource:
 
     @property
     def documents_per_line(self) -> int:
-        """Number of documents of a line: a pair has two, the chosen answer first."""
+        """Number of documents of a line: a pair has two, the chosen answer first; texts to compare
+        are the anchor, the positive and the negatives.
+        """
+        if self.kind == EMBEDDING:
+            return 2 + self.num_negatives
         return 2 if self.kind == PREFERENCE else 1
 
     @property
@@ -130,7 +136,13 @@ class AnswerPair(NamedTuple):
     rejected: Document
 
 
-Reader = Callable[[dict[str, Any], str], Document | AnswerPair]
+class TextGroup(tuple[Document, ...]):
+    """Texts to compare: an anchor, its positive and its negatives."""
+
+    __slots__ = ()
+
+
+Reader = Callable[[dict[str, Any], str], Document | AnswerPair | TextGroup]
 """Reads a document from a row; called with the row and its place, for errors. Raises DataError."""
 
 
@@ -172,7 +184,7 @@ class Piece(NamedTuple):
     num_bytes: int
 
 
-Documents = Iterator[Document | AnswerPair | DataError | None]
+Documents = Iterator[Document | AnswerPair | TextGroup | DataError | None]
 """The documents of a piece. A line or row that is no JSON object or no document comes as its error,
 and an empty line as None."""
 
@@ -366,9 +378,7 @@ def _line_end(file: BinaryIO, at: int, size: int) -> int:
     return size
 
 
-def _json_lines(
-    piece: Piece, reader: Reader, number: int
-) -> Iterator[Document | AnswerPair | DataError | None]:
+def _json_lines(piece: Piece, reader: Reader, number: int) -> Documents:
     path = piece.path
     num_left = piece.num_bytes
     try:
@@ -422,7 +432,7 @@ def _row_groups(path: Path) -> Iterator[Piece]:
 
 def _rows(
     piece: Piece, field: str, reader: Reader, number: int
-) -> Iterator[Document | AnswerPair | DataError]:
+) -> Iterator[Document | AnswerPair | TextGroup | DataError]:
     path = piece.path
     groups = list(range(piece.first, piece.last))
     with parquet_file(path) as file:
@@ -475,6 +485,8 @@ def _columns(field: str, columns: list[str]) -> tuple[list[str], str | None]:
 
 def fields_of(source: TextSource) -> list[str]:
     """Return the keys of rows that may be read."""
+    if source.kind == EMBEDDING:
+        return ["anchor", "positive", "negatives"]
     if source.kind == PREFERENCE:
         return ["prompt", "chosen", "rejected", CONVERSATIONS, *ALPACA, *CHAT_EXTRAS]
     if source.kind == UNPAIRED:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from torchdistpackage.config.data_split import split_at_end, too_few_tokens
 from torchdistpackage.data.tokens.token_cache import TokenizedText
 
-PAIR, ANSWER = "pair", "answer"
+PAIR, ANSWER, GROUP = "pair", "answer", "line"
 
 
 class SplitPart(NamedTuple):
@@ -37,8 +37,8 @@ class DocumentSplit:
     """The documents of each side of a split.
 
     is_cut: training reads the beginning of each document, validation the end. has_prompts: the
-    documents have prompts, so they are never cut. unit: name of a document in messages; a pair or
-    an answer makes a sample whatever its length.
+    documents have prompts, so they are never cut. unit: name of a document in messages; a pair, an
+    answer or a line of texts to compare, makes a sample whatever its length.
     """
 
     parts: dict[str, SplitPart]
@@ -63,12 +63,13 @@ class DocumentSplit:
         total = sum(part.num_tokens for part in self.parts.values()) if self.is_cut else None
         for split, part in self.parts.items():
             if self.has_prompts and not len(part.documents):
+                why = "" if self.unit == GROUP else "with prompts "
                 yield (
-                    f"the {split} split has no {self.unit}: there is only one, and with prompts it "
-                    f"is not cut; use more {self.unit}s"
+                    f"the {split} split has no {self.unit}: there is only one, and {why}it is not "
+                    f"cut; use more {self.unit}s"
                 )
                 continue
-            if self.unit in (PAIR, ANSWER):
+            if self.unit in (PAIR, ANSWER, GROUP):
                 continue
             extent = f" in {len(part.documents):,} documents" if not self.is_cut else ""
             if self.is_cut and split == "val":
@@ -116,6 +117,20 @@ def split_pairs(text: TokenizedText, val_fraction: float) -> DocumentSplit:
 def split_answers(text: TokenizedText, val_fraction: float) -> DocumentSplit:
     """Split labelled answers like documents; an answer makes a sample whatever its length."""
     return replace(split_documents(text, val_fraction), unit=ANSWER)
+
+
+def split_groups(text: TokenizedText, val_fraction: float) -> DocumentSplit:
+    """Split lines of texts to compare by their anchors; a sample has the number of its line."""
+    number = text.documents_per_line
+    lines = replace(
+        text,
+        ends=text.ends[number - 1 :: number],
+        places=text.places[::number],
+        lines=text.lines[::number],
+        prompts=text.ends[::number],  # lines with prompts are never cut
+        documents_per_line=1,
+    )
+    return replace(split_documents(lines, val_fraction), unit=GROUP)
 
 
 def _in_val(hashes: npt.NDArray[np.float64], val_fraction: float) -> npt.NDArray[np.bool_]:

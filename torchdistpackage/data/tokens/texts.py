@@ -22,7 +22,12 @@ from torchdistpackage.data.tokens.documents import (
 )
 from torchdistpackage.data.tokens.pair_rows import pair_problems
 from torchdistpackage.data.tokens.row_notes import Tally, unused_notes
-from torchdistpackage.data.tokens.split import split_answers, split_documents, split_pairs
+from torchdistpackage.data.tokens.split import (
+    split_answers,
+    split_documents,
+    split_groups,
+    split_pairs,
+)
 from torchdistpackage.data.tokens.template_date import today
 from torchdistpackage.data.tokens.token_bar import tokenizing
 from torchdistpackage.data.tokens.token_cache import TokenizedText, is_tokenized, tokenized
@@ -38,7 +43,13 @@ _FIRST_ROWS = 100
 def text_source(data: DataSection) -> TextSource:
     """Return the texts that a data section with a tokenizer has tokenized."""
     source = TextSource(
-        data.name or "", data.path or "", data.tokenizer or "", data.field, data.bos, data.eos
+        data.name or "",
+        data.path or "",
+        data.tokenizer or "",
+        data.field,
+        data.bos,
+        data.eos,
+        num_negatives=data.num_negatives,
     )
     if not (source.may_be_chat and folder_writes_date(source.tokenizer)):
         return source
@@ -84,6 +95,8 @@ def _split_problems(text: TokenizedText, data: DataSection) -> list[str]:
     if data.is_preference:
         problems = split_pairs(text, data.val_fraction).problems(data.seq_len)
         return [*problems, *pair_problems(text, data.seq_len)]
+    if data.is_embedding:
+        return list(split_groups(text, data.val_fraction).problems(data.seq_len))
     return list(split_documents(text, data.val_fraction).problems(data.seq_len))
 
 

@@ -241,6 +241,8 @@ def _digest(source: TextSource, files: _Files) -> str:
     # the default adds nothing, so entries from before these options are still found
     if ends.bos or source.eos == "off":
         digest.update(f" {ends.bos} {ends.eos}".encode())
+    if source.num_negatives:
+        digest.update(f" {source.num_negatives} negatives".encode())
     if source.today is not None:
         digest.update(f" {source.today}".encode())
     with ThreadPoolExecutor(usable_cpus(os.environ)) as threads:

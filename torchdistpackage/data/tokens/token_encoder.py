@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchdistpackage.config.data_section import PREFERENCE, UNPAIRED
+from torchdistpackage.config.data_section import EMBEDDING, PREFERENCE, UNPAIRED
 from torchdistpackage.config.hugging_face import special_tokens, tokenizer_file, vocabulary_size
 from torchdistpackage.config.text_ends import TextEnds, end_of_text
 from torchdistpackage.data.tokens.chat import ChatTemplate
@@ -25,6 +25,7 @@ from torchdistpackage.data.tokens.documents import (
     Document,
     Piece,
     Reader,
+    TextGroup,
     TextSource,
     documents_of,
     fields_of,
@@ -35,6 +36,7 @@ from torchdistpackage.data.tokens.documents import (
 from torchdistpackage.data.tokens.labelled_answers import AnswerReader
 from torchdistpackage.data.tokens.preference_pairs import PairReader
 from torchdistpackage.data.tokens.row_notes import Tally, count_unused
+from torchdistpackage.data.tokens.text_groups import TextGroupReader
 from torchdistpackage.errors import DataError
 
 UNDESIRABLE = np.uint8(2)
@@ -138,7 +140,7 @@ class DocumentEncoder:
                 (i, y)
                 for i, x in enumerate(lines)
                 if not (x is None or isinstance(x, DataError))
-                for y in (x if isinstance(x, AnswerPair) else (x,))
+                for y in (x if isinstance(x, AnswerPair | TextGroup) else (x,))
             ]
             batch = [document for _, document in numbered]
             where = f"{piece.path}: documents {number + 1} to {number + len(lines)}"
@@ -198,6 +200,8 @@ def row_reader(source: TextSource, folder: Path, tally: Tally) -> Reader:
         reader: Reader = PairReader(folder, today, tally)
     elif source.kind == UNPAIRED:
         reader = AnswerReader(folder, today, tally)
+    elif source.kind == EMBEDDING:
+        reader = TextGroupReader(source.num_negatives)
     elif source.may_be_chat:
         template = ChatTemplate(folder, today, tally)
 
@@ -208,7 +212,7 @@ def row_reader(source: TextSource, folder: Path, tally: Tally) -> Reader:
     else:
         reader = partial(text_document, field=source.field)
 
-    def counting_reader(value: dict[str, Any], where: str) -> Document | AnswerPair:
+    def counting_reader(value: dict[str, Any], where: str) -> Document | AnswerPair | TextGroup:
         documents = reader(value, where)
         count_unused(tally, value, fields_of_row(source, value), "rows")
         return documents
@@ -216,7 +220,7 @@ def row_reader(source: TextSource, folder: Path, tally: Tally) -> Reader:
     return counting_reader
 
 
-_Line = Document | AnswerPair | DataError | None
+_Line = Document | AnswerPair | TextGroup | DataError | None
 
 
 def _some_at_a_time(documents: Iterator[_Line]) -> Iterator[list[_Line]]:
@@ -237,7 +241,7 @@ def _some_at_a_time(documents: Iterator[_Line]) -> Iterator[list[_Line]]:
 def _letters(line: _Line) -> int:
     if line is None or isinstance(line, DataError):
         return 0
-    documents = line if isinstance(line, AnswerPair) else (line,)
+    documents = line if isinstance(line, AnswerPair | TextGroup) else (line,)
     return sum(len(x.prompt) + len(x.text) for x in documents)
 
 

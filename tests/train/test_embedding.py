@@ -1,0 +1,107 @@
+"""`data.name: embedding`: in-batch negatives on every layout are those of one process."""
+
+import json
+
+import pytest
+
+from tests.data.texts import save_lines
+from tests.train import parity
+from tests.train.embedding_ranks import data_keys, embedded, of_transformers, row
+from tests.train.test_preference import LAYOUTS
+from tests.train.test_transformers import MODELS
+from tests.train.transformers_ranks import save_model
+from torchdistpackage.data.tokens.texts import wrong_texts
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.plan.run_plan import make_plan
+
+FULL = (pytest.mark.full,)
+KINDS = {
+    "mean": (1, "{pooling: mean, scale: 5.0}"),
+    "last": (0, "{pooling: last, scale: 10.0}"),
+    "matryoshka": (2, "{pooling: mean, matryoshka_dims: [16, 6], matryoshka_weights: [1.0, 0.5]}"),
+    "tied": (1, "{pooling: mean}"),
+}
+"""(number of hard negatives, train.embedding)"""
+
+
+@pytest.fixture(scope="session")
+def embeddings(ranks, tmp_path_factory):
+    """(overrides, what transformers says) of a kind, each made once."""
+    made: dict[str, tuple[list[str], tuple]] = {}
+
+    def of(kind: str) -> tuple[list[str], tuple]:
+        if kind not in made:
+            folder, (num_negatives, options) = tmp_path_factory.mktemp(kind), KINDS[kind]
+            config = {**MODELS["llama"], "vocab_size": 300, "num_hidden_layers": 4}
+            config["tie_word_embeddings"] = kind == "tied"
+            ranks(1).run(save_model, config, str(folder / "model"))
+            overrides = [*data_keys(folder, num_negatives), f"model.hf={folder / 'model'}"]
+            overrides.append(f"train.embedding={options}")
+            made[kind] = overrides, ranks(1).run(of_transformers, overrides)[0]
+        return made[kind]
+
+    return of
+
+
+SMALL = [("matryoshka", "pipe2xtensor2"), ("matryoshka", "whole-batch-data2")]
+MORE = {
+    "whole-batch": (1, ["pipeline.microbatches=1"]),
+    "whole-batch-data2": (2, ["parallel.data=2", "pipeline.microbatches=1"]),
+    "whole-batch-context2": (2, ["parallel.context=2", "pipeline.microbatches=1"]),
+    "data4": (4, ["parallel.data=4", "pipeline.microbatches=1"]),
+}
+EVERY = {name: (n, ["pipeline.microbatches=2", *x]) for name, (n, x) in LAYOUTS.items()} | MORE
+CASES = dict.fromkeys([*SMALL, *((kind, layout) for kind in KINDS for layout in EVERY)])
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("kind", "layout"), [pytest.param(*x, marks=() if x in SMALL else FULL) for x in CASES]
+)
+def test_three_steps_are_those_of_transformers(ranks, embeddings, kind, layout):
+    overrides, (truth, val) = embeddings(kind)
+    size, changes = EVERY[layout]
+    found = ranks(size).run(embedded, [*overrides, *changes])
+    for step, expected in enumerate(truth.gradients):
+        parity.expect_close([mine.gradients[step] for mine, *_ in found], [expected])
+    parity.expect_close([mine.weights for mine, *_ in found], [truth.weights])
+    for mine, logged, mine_val, val_task in found:
+        assert mine.losses == pytest.approx(truth.losses, rel=1e-9)
+        assert mine_val == pytest.approx(val, rel=1e-9)
+        assert (logged, val_task) == (found[0][1], found[0][3])
+        assert val_task.keys() == {"accuracy", "recall@1", "recall@10", "mrr@10", "ndcg@10"}
+
+
+@pytest.mark.full
+def test_the_first_token_is_pooled_alike(ranks, embeddings):
+    """It attends to itself alone, so queries have gradients of rounding only: no steps follow."""
+    overrides = [*embeddings("mean")[0], "train.embedding={pooling: cls}"]
+    ((truth, _),) = ranks(1).run(of_transformers, overrides)
+    found = ranks(2).run(embedded, [*overrides, "parallel.context=2", "pipeline.microbatches=2"])
+    assert found[0][0].losses[0] == pytest.approx(truth.losses[0], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"negatives": ["one"]}, ["1 negatives", "data.num_negatives is 2"]),
+        ({"negatives": None}, ["0 negatives", "data.num_negatives is 2"]),
+        ({"negatives": ["one", ""]}, ["negatives[1] is empty"]),
+        ({"positive": 3}, ["positive is a int"]),
+    ],
+)
+def test_a_wrong_line_is_refused_with_its_file_and_number(tmp_path, change, words):
+    rows = [row(i, 2) for i in range(6)]
+    rows[3] |= change
+    path = save_lines(tmp_path / "wrong.jsonl", rows)
+    given = [*data_keys(tmp_path, 2), f"data.path={path}"]
+    (tmp_path / "config.json").write_text(json.dumps({**MODELS["llama"], "vocab_size": 300}))
+    (problem,) = wrong_texts(parity.config([*given, f"model.hf={tmp_path}/config.json"]))
+    assert problem.path == "data.path" and f"{path}:4:" in problem.text
+    assert all(x in problem.text for x in words), problem.text
+
+
+def test_a_dimension_beyond_the_model_is_refused(embeddings):
+    overrides, _ = embeddings("matryoshka")
+    with pytest.raises(ConfigError, match=r"matryoshka_dims.*32 is more than the 16"):
+        make_plan(parity.config([*overrides, "train.embedding={matryoshka_dims: [32]}"]), 1)

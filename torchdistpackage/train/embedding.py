@@ -1,0 +1,215 @@
+"""Contrastive training of text embeddings with in-batch negatives: the loss of
+sentence-transformers' MultipleNegativesRankingLoss, also of leading dimensions (MatryoshkaLoss).
+
+Every anchor is compared with the positives and the negatives of all samples of a pass, those of all
+data ranks and microbatches, so the loss does not depend on the layout. With one microbatch the
+gradient goes through the gather over data ranks. With several the model first goes forward on all
+of them, the gradient of the loss with respect to each embedding is kept, and the pass over the
+microbatches begins from these (GradCache, Gao et al., arXiv:2101.06983).
+
+Ranks that share a sequence each add up the hidden states of their tokens, and one all-reduce a
+microbatch makes the embeddings whole. Each then has the whole loss, whose gradient with respect to
+its own summand is right as it is, and one of them reports it.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.autograd import AllGather, Reduce, apply
+from torchdistpackage.comm.primitives import MAX, Group
+from torchdistpackage.config.embedding_section import EmbeddingSection
+from torchdistpackage.data.embedding_data import RowTokens
+from torchdistpackage.parallel.pipeline.executor import Executor
+from torchdistpackage.parallel.pipeline.losses import totals_on
+from torchdistpackage.tools.undisturbed import in_eval
+from torchdistpackage.train.retrieval_metrics import retrieval_metrics
+from torchdistpackage.train.staged_model import MicrobatchLoss, StagedModel
+from torchdistpackage.train.task import Run, TaskLoss
+
+_Arrays = tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]
+
+
+class Embedded(NamedTuple):
+    """Embeddings (N, D) of rows, and the number (N,) of each one's text, negative for none."""
+
+    vectors: Tensor
+    texts: Tensor
+
+
+class EmbeddingLoss(TaskLoss):
+    """The loss of a run on texts to compare.
+
+    rows_per_sample: anchor, positive and hard negatives. data: ranks whose samples are compared
+    with each other. context: the ranks that share each sequence.
+    """
+
+    unit = "samples"
+
+    def __init__(
+        self,
+        device: torch.device,
+        options: EmbeddingSection,
+        rows_per_sample: int,
+        data: Group,
+        context: Group,
+    ):
+        super().__init__(device)
+        self._options, self._rows = options, rows_per_sample
+        self._data, self._context = data, context
+        self._kept: list[_Arrays] | None = None
+
+    def means(self, sums: Sequence[float], count: float) -> dict[str, float]:
+        """Return the share of anchors that are nearest to their own positive."""
+        return {"accuracy": sums[0] / max(count, 1)}
+
+    def text(self, means: Mapping[str, float]) -> str:
+        shown = [f"accuracy {means['accuracy']:.0%}"]
+        shown += [f"{name} {means[name]:.4f}" for name in ("ndcg@10",) if name in means]
+        return "  ".join(shown)
+
+    def begin_validation(self) -> None:
+        self._kept = []
+
+    def end_validation(self, group: Group) -> Mapping[str, float]:
+        """Return how well anchors find their positives among all texts of the validation."""
+        kept, self._kept = self._kept or [], None
+
+        def metrics(ranks: list[object]) -> object:
+            parts = [x for own in cast(list[list[_Arrays]], ranks) for x in own]
+            vectors, texts = (np.concatenate(x) for x in zip(*parts, strict=True))
+            return retrieval_metrics(vectors, texts, self._rows)
+
+        return cast(dict[str, float], primitives.reduce_objects(kept, metrics, group))
+
+    def loss_of(
+        self,
+        model: StagedModel,
+        executor: Executor,
+        run: Run,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+    ) -> MicrobatchLoss:
+        number = model.plan.schedule.num_microbatches
+        embedded: dict[int, Embedded] = {}
+        if number == 1 or not model.stage.training:
+            return partial(self._loss_when_complete, model, embedded, number)
+
+        def keep(outputs: Tensor, targets: Tensor, m: int) -> tuple[Tensor, Tensor]:
+            vectors, texts = self._embedded(outputs, targets)
+            embedded[m] = Embedded(vectors.detach(), texts)
+            return vectors.sum(), vectors.new_zeros(())
+
+        with in_eval(model.stage):
+            unused = totals_on(model.device)
+            run(model.forward_and_loss(executor, inputs, targets, unused, loss=keep))
+        if not model.has_last:
+            return partial(self._loss_of_gradient, {}, self._zeros(model))
+        everything = _joined(embedded, number)
+        vectors = everything.vectors.requires_grad_()
+        with torch.enable_grad():
+            total, count = self._ranking_loss(model, Embedded(vectors, everything.texts))
+        (gradient,) = torch.autograd.grad(total, vectors)
+        lengths = [len(embedded[m].texts) for m in range(number)]
+        gradients = dict(enumerate(gradient.split(lengths)))
+        return partial(self._loss_of_gradient, gradients, (total.detach(), count))
+
+    @staticmethod
+    def _zeros(model: StagedModel) -> tuple[Tensor, Tensor]:
+        zero = torch.zeros((), device=model.device)
+        return zero, zero
+
+    def _loss_when_complete(
+        self,
+        model: StagedModel,
+        embedded: dict[int, Embedded],
+        number: int,
+        outputs: Tensor,
+        targets: Tensor,
+        m: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss of all microbatches with the last one of them, and zeros before."""
+        embedded[m] = self._embedded(outputs, targets)
+        if len(embedded) < number:
+            vectors = embedded[m].vectors
+            return vectors.sum() * 0, vectors.new_zeros(())
+        return self._ranking_loss(model, _joined(embedded, number))
+
+    def _loss_of_gradient(
+        self,
+        gradients: Mapping[int, Tensor],
+        totals: tuple[Tensor, Tensor],
+        outputs: Tensor,
+        targets: Tensor,
+        m: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Return a number with the gradient of the loss; the loss of all is that of the first."""
+        vectors, _ = self._embedded(outputs, targets)
+        loss = (vectors * gradients[m]).sum()
+        total, count = totals if m == 0 else (torch.zeros_like(totals[0]), totals[1] * 0)
+        return loss - loss.detach() + total, count
+
+    def _embedded(self, outputs: Tensor, targets: Tensor) -> Embedded:
+        """Return the embeddings of rows, on all ranks that share them. outputs: hidden states
+        (N, S, D); targets: (N, S), of `EmbeddingDataset`.
+        """
+        rows = RowTokens.of_targets(targets)
+        by_pooling = {"mean": rows.tokens, "last": rows.last, "cls": rows.first}
+        hidden = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        weights = by_pooling[self._options.pooling].to(hidden)
+        sums = torch.einsum("ns,nsd->nd", weights, hidden)
+        number, texts = weights.sum(1, keepdim=True), rows.texts
+        if self._context.size() > 1:
+            both = apply(Reduce(self._context), torch.cat([sums, number], 1))
+            sums, number = both[:, :-1], both[:, -1:].detach()
+            texts = primitives.all_reduce(texts.clone(), self._context, MAX)
+        return Embedded(sums / number.clamp(min=1), texts)
+
+    def _ranking_loss(self, model: StagedModel, own: Embedded) -> tuple[Tensor, Tensor]:
+        """Return (sum of the anchors' losses, their number): the cross entropy of each anchor's
+        similarities with its positive as the class.
+        """
+        rows, options = self._rows, self._options
+        vectors = own.vectors.unflatten(0, (-1, rows))
+        texts = own.texts.unflatten(0, (-1, rows))
+        candidates = apply(AllGather(self._data, 0, None), vectors[:, 1:].flatten(0, 1))
+        of_candidates = primitives.all_gather(texts[:, 1:].flatten(), self._data)
+        counts = texts[:, 0] >= 0  # rows beyond the data's last sample are none
+        first = self._data.rank() * len(vectors)
+        positives = (first + torch.arange(len(vectors), device=texts.device)) * (rows - 1)
+        # the same text as an anchor's positive is no negative of it
+        is_compared = (of_candidates >= 0) & (of_candidates != texts[:, 1:2])
+        is_compared.scatter_(1, positives.unsqueeze(1), True)
+        dims = options.matryoshka_dims or (vectors.shape[-1],)
+        weights = options.matryoshka_weights or (1.0,) * len(dims)
+        loss = vectors.new_zeros(())
+        correct = loss
+        for number, (dim, weight) in enumerate(zip(dims, weights, strict=True)):
+            anchors = F.normalize(vectors[:, 0, :dim], dim=-1)
+            scores = options.scale * anchors @ F.normalize(candidates[:, :dim], dim=-1).t()
+            scores = scores.masked_fill(~is_compared, -torch.inf)
+            losses = F.cross_entropy(scores[counts], positives[counts], reduction="sum")
+            loss = loss + weight * losses
+            if number == 0:
+                correct = ((scores.argmax(1) == positives) & counts).sum()
+        if self._context.rank() > 0:
+            # the first of those that share the sequences reports their loss
+            return loss - loss.detach(), torch.zeros_like(counts.sum())
+        if model.tells_loss:
+            self.add([correct])
+            if self._kept is not None and not model.stage.training:
+                arrays = own.vectors.detach().double().cpu().numpy(), own.texts.cpu().numpy()
+                self._kept.append(arrays)
+        return loss, counts.sum()
+
+
+def _joined(embedded: Mapping[int, Embedded], number: int) -> Embedded:
+    parts = [embedded[m] for m in range(number)]
+    return Embedded(torch.cat([x.vectors for x in parts]), torch.cat([x.texts for x in parts]))
