@@ -262,7 +262,7 @@ def plan(
         ranks_per_node = ranks_per_node or shape.tasks_per_node
         world = shape.world_sizes[0]
         if nodelist is not None:  # inside of a job that may have got one of several numbers
-            granted = len(resolve(EXPAND)(nodelist)) * ranks_per_node
+            granted = len(resolve(EXPAND)(nodelist)) * shape.tasks_per_node
             world = granted if granted in shape.world_sizes else world
     if shape is not None and run.launch.elastic.nodes is not None:
         resolve(CHECK_NODES)(run, shape, config)

@@ -249,7 +249,7 @@ class NodeLinks:
         least = min(first, second)
         if least == 0 or len(given) > MAX_PLACES:
             return best, least == 0
-        left, paths, room = Counter(given), [()] * len(given), MAX_TRIED
+        left, paths, room = Counter(given), list(given), MAX_TRIED
         kinds = sorted(left, key=lambda path: path[::-1])
 
         def label(place: int, cost: float) -> None:
