@@ -5,6 +5,7 @@ scripts/docs --check     exit code 1 if it is out of date
 scripts/prediction_table.py --fit h100-sxm    print the constants that its rows ask for
 """
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from torchdistpackage.report.svg import box, colour_of, document, text
 ROOT = Path(__file__).resolve().parents[1]
 DOCS, README = ROOT / "docs", ROOT / "README.md"
 PAGE = DOCS / "predicted_steps.md"
+OWN_RUNS = ROOT / "benchmarks" / "results" / "predicted_steps.json"
 PICTURE = DOCS / "pictures" / "predicted_steps.svg"
 MARKER = "<!-- scripts/docs writes everything below this line -->\n"
 LINE_MARKER = "<!-- scripts/docs writes the next line from predict/error_table.py -->\n"
@@ -35,7 +37,7 @@ def main() -> int:
     assert marker, f"{README} has no line {LINE_MARKER}"
     readme = before + marker + readme_sentence() + after.partition("\n")[2]
     fresh = {
-        PAGE: f"{page.partition(MARKER)[0]}{MARKER}\n{table()}",
+        PAGE: f"{page.partition(MARKER)[0]}{MARKER}\n{table()}{_own_runs()}",
         PICTURE: picture(),
         README: readme,
     }
@@ -46,6 +48,37 @@ def main() -> int:
         else:
             path.write_text(fresh[path], encoding="utf-8")
     return int(bool(stale) and "--check" in sys.argv[1:])
+
+
+def _own_runs() -> str:
+    """Return the section on runs that benchmarks/predicted_steps.py measured; "" before it has."""
+    if not OWN_RUNS.exists():
+        return ""
+    found = json.loads(OWN_RUNS.read_text("utf-8"))
+    rows = [*found["layouts"], *found["search"]]
+    errors = [abs(x["predicted_s"] / x["measured_s"] - 1) for x in found["layouts"]]
+    machine, searched = found["machine"], found["search"]
+    mean, worst = sum(errors) / len(errors), max(errors)
+    said = (
+        f"`python -m benchmarks.predicted_steps` on {found['date'][:10]}, {machine['cores']} "
+        f"cores, load {machine['load'][0]:.1f}: the error of {len(errors)} layouts is {mean:.1%} "
+        f"in the mean and {worst:.1%} at worst; Kendall's tau of the layouts of each model is "
+        f"{' and '.join(f'{tau:.2f}' for tau in found['taus'])}."
+    )
+    if searched:
+        fastest = min(x["measured_s"] for x in searched)
+        ranked, printed = (x["measured_s"] / fastest - 1 for x in searched[:2])
+        said += (
+            f" Of {len(searched)} layouts of the narrow model, the one that `--search` ranks first "
+            f"is {ranked:.1%} slower than the fastest, the first that it prints {printed:.1%}."
+        )
+    lines = ["", "## Our own runs", "", said]
+    lines += ["", "| layout | predicted ms | measured ms | error |", "|---|---|---|---|"]
+    for x in rows:
+        predicted, measured = x["predicted_s"] * 1e3, x["measured_s"] * 1e3
+        error = f"{predicted / measured - 1:+.1%}"
+        lines.append(f"| {x['layout']} | {predicted:.1f} | {measured:.1f} | {error} |")
+    return "\n".join([*lines, ""])
 
 
 def picture() -> str:

@@ -61,6 +61,22 @@ def test_a_measured_matmul_lies_between_the_measured_ones() -> None:
         assert matmul_seconds(device, matmul, "float32") == pytest.approx(wanted)
 
 
+def test_an_activation_and_an_attention_that_a_host_measured_stand_for_themselves() -> None:
+    def compute(activation_s: tuple[float, float], attention_s: tuple[float, float]) -> float:
+        given = profile_of(activation_s=activation_s, attention_s=attention_s)
+        return seconds(given, "parallel.data=4", "parallel.pipe=1")["compute"]
+
+    both = (1e-9, 2e-9), (1e-11, 2e-11)
+    run = load(TINY, [])
+    # a rank has 8 samples of 128 tokens in a step; an MLP is four times as wide as the model
+    tokens, layers, dim = 8 * run.data.seq_len, run.model.layers, run.model.dim
+    slower = compute((3e-9, 2e-9), both[1]) - compute(*both)
+    assert slower == pytest.approx(2e-9 * tokens * layers * 4 * dim)
+    flops = 4 * tokens * layers * run.data.seq_len / 2 * dim
+    slower = compute(both[0], (1e-11, 3e-11)) - compute(*both)
+    assert slower == pytest.approx(1e-11 * 2.5 * flops)
+
+
 def test_a_type_that_was_not_measured_has_the_times_of_another() -> None:
     both = {"float32": ((1e9, 2e-2),), "bfloat16": ((1e9, 1e-3),)}
     for matmuls, dtype, wanted in (

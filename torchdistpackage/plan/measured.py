@@ -80,6 +80,8 @@ def measured_device(
         matmul_times=speed.matmuls,
         call_s=speed.call_s,
         is_host=speed.name == "cpu",
+        activation_s=speed.activation_s,
+        attention_s=speed.attention_s,
     )
 
 

@@ -42,7 +42,8 @@ class Accelerator:
     of the rate of a device with the same printed peaks. matmul_times: by dtype (operations,
     seconds) of measured matmuls, ascending, in place of peak and cores. call_s: host time of an
     operation where it was measured. is_host: the host computes, so its calls and its communication
-    take the time of computations.
+    take the time of computations. activation_s, attention_s: measured seconds for a number of an
+    activation with its bytes, and for an operation of attention, there and back.
     """
 
     name: str
@@ -64,6 +65,8 @@ class Accelerator:
     )
     call_s: float | None = None
     is_host: bool = False
+    activation_s: tuple[float, float] | None = None
+    attention_s: tuple[float, float] | None = None
 
     def peak(self, dtype: str) -> float:
         """Return the FLOP/s of matmuls in this dtype; float8 is bfloat16 where there is none."""

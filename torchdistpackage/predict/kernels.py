@@ -121,6 +121,8 @@ def attention_seconds(
     head_dim: int = 128,
 ) -> float:
     """Return the seconds of flash attention. flops: of the part under the causal mask."""
+    if device.attention_s is not None:
+        return flops * device.attention_s[backward]
     if device.matmul_times:  # as plain matmuls of that rate, which is what was measured
         times = device.matmul_times[priced_as(device, "bfloat16")]
         return flops * times[-1][1] / times[-1][0]

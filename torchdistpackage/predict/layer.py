@@ -139,8 +139,17 @@ class LayerCosts:
             *(self._norm("mlp norm", stream) for _ in range(z.norms - 1)),
             *(self._experts(apart) if z.num_experts else self._mlp(rows)),
             self._residual("mlp residual", stream),
+            *self._host_copies(rows, q),
         ]
         return [each for each in ops if each.forward or each.backward]
+
+    def _host_copies(self, rows: float, q: float) -> Iterator[Operation]:
+        """On a host, where no fitted share of a device has them in it: attention has its dims in
+        another order, in which its result and four gradients are copied, and two biases are added
+        by themselves, as those of layers that tensor ranks split by rows are."""
+        if self.device.is_host:
+            yield self._elementwise("attention copies", rows * q, (4, 16), (4, 16), 2)
+            yield self._elementwise("biases", 2 * rows * self.sizes.dim, (4, 2), (4, 2), 2)
 
     def _mlp(self, rows: float) -> Iterator[Operation]:
         z, hidden = self.sizes, self.sizes.hidden / self.layout.tensor
@@ -238,7 +247,7 @@ class LayerCosts:
         z, x = self.sizes, self.layout
         seen = z.attended(x.seq_len)
         flops = 4.0 * rows * seen * q
-        if x.attention != "unfused":
+        if x.attention != "unfused" or self.device.attention_s is not None:
             length = x.seq_len / x.context
             times = [
                 attention_seconds(self.device, x.attention, part, length, back, z.head_dim)
@@ -269,7 +278,18 @@ class LayerCosts:
 
     def _activation(self, name: str, numbers: float) -> Operation:
         both = ((6, 10), (10, 30)) if self.sizes.gated else ((4, 6), (4, 6))
-        return self._elementwise(name, numbers, *both, 2)
+        if (measured := self.device.activation_s) is None:
+            return self._elementwise(name, numbers, *both, 2)
+        # what a gate takes comes on top
+        gate = [tuple(x - y for x, y in zip(way, (4, 6), strict=True)) for way in both]
+        rest = self._elementwise(
+            name, numbers, (gate[0][0], gate[0][1]), (gate[1][0], gate[1][1]), 2
+        )
+        return replace(
+            rest,
+            forward=rest.forward + numbers * measured[0],
+            backward=rest.backward + numbers * measured[1],
+        )
 
     def _elementwise(
         self,

@@ -16,6 +16,7 @@ from pydantic import (
     AliasChoices,
     BaseModel,
     Field,
+    PositiveFloat,
     ValidationError,
     field_serializer,
     field_validator,
@@ -114,8 +115,10 @@ class MeasuredDevice(_Measured):
 
     name: of the GPU, or "cpu". matmuls: by dtype the (floating-point operations, seconds) of square
     matmuls, ascending. bytes_per_s: read and written by element-wise operations on large tensors.
-    call_s: of an operation on one element, a third of its forward and backward. memory_bytes: of
-    the device, or of the host.
+    call_s: of an operation on one element, a third of its forward and backward; of a host, of an
+    operation of a block without much to compute. memory_bytes: of
+    the device, or of the host. activation_s: of a host, for a number of a GELU, there and back.
+    attention_s: of a host, for an operation of causal attention, there and back.
     """
 
     name: str
@@ -124,6 +127,8 @@ class MeasuredDevice(_Measured):
     bytes_per_s: float = Field(gt=0)
     call_s: float = Field(gt=0)
     memory_bytes: float = Field(gt=0)
+    activation_s: tuple[PositiveFloat, PositiveFloat] | None = None
+    attention_s: tuple[PositiveFloat, PositiveFloat] | None = None
 
     @field_validator("matmuls")
     @classmethod
@@ -153,8 +158,15 @@ def slowest(devices: Sequence[MeasuredDevice]) -> MeasuredDevice:
             "matmuls": matmuls,
             "bytes_per_s": min(x.bytes_per_s for x in devices),
             "call_s": max(x.call_s for x in devices),
+            "activation_s": _longest([x.activation_s for x in devices]),
+            "attention_s": _longest([x.attention_s for x in devices]),
         }
     )
+
+
+def _longest(times: Sequence[tuple[float, float] | None]) -> tuple[float, float] | None:
+    known = [pair for pair in times if pair is not None]
+    return (max(x for x, _ in known), max(x for _, x in known)) if known else None
 
 
 class Profile(_Measured):
