@@ -389,6 +389,12 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "data.global_batch=1 set it to 2",
     ),
     (
+        {"data__name": "preference", "data__path": "a.jsonl", "data__tokenizer": "t"}
+        | {"train__dpo": {"reference": "r.safetensors", "loss": "simpo"}},
+        "train.dpo.reference",
+        "dpo.reference=r.safetensors train.dpo.loss=simpo has no reference",
+    ),
+    (
         {"train__early_stop": {"metric": "wbe"}, "data__eval": {"web": "web.txt"}},
         "train.early_stop.metric",
         "early_stop.metric=wbe val_loss, web eval_NAME",

@@ -231,6 +231,22 @@ def _answers_have_others_beside(c: RunConfig, world_size: int | None) -> str | N
     )
 
 
+@rule("train.dpo.reference", "train.dpo.loss", "data.name", "data.sources", "data.eval")
+def _cached_reference_has_rows(c: RunConfig, world_size: int | None) -> str | None:
+    options, data = c.train.dpo, c.data
+    if options.reference is None or not data.is_preference:
+        return None
+    if not options.spec.has_reference:
+        why = f"train.dpo.loss={options.loss} has no reference"
+    elif data.is_unpaired:
+        why = "the mismatched answers of kto differ from step to step"
+    elif data.sources or data.eval:
+        why = f"it has the rows of data.path, not of data.{'sources' if data.sources else 'eval'}"
+    else:
+        return None
+    return f"train.dpo.reference={options.reference} does not go with this run: {why}; remove it"
+
+
 @rule("train.dpo.loss", *(f"train.dpo.{key}" for key in _READ_BY_SOME))
 def _loss_of_pairs_reads_its_keys(c: RunConfig, world_size: int | None) -> str | None:
     options, plain = c.train.dpo, RunConfig().train.dpo

@@ -275,6 +275,11 @@ class DpoSection(Section):
         description="Margin by which simpo wants the chosen answer to be ahead (trl's "
         "simpo_gamma).",
     )
+    reference: k.PathOrNull = Field(
+        default=None,
+        description="File of the reference's log-probabilities, which tdp reference has written. "
+        "The run then holds no reference. null: the reference runs beside the model.",
+    )
     desirable_weight: k.NotNegative = Field(
         default=1.0,
         description="Factor of kto's loss of good answers. Raise it where these are few.",
@@ -660,7 +665,8 @@ class RunConfig(Section):
     @property
     def has_reference(self) -> bool:
         """Return whether a frozen reference runs forward before each pass: that of pairs."""
-        return self.data.is_preference and self.train.dpo.spec.has_reference
+        dpo = self.train.dpo
+        return self.data.is_preference and dpo.spec.has_reference and dpo.reference is None
 
     @property
     def has_reference_copy(self) -> bool:

@@ -93,13 +93,41 @@ class PreferenceDataset:
         """
         check_place(split, data_index, num_data)
         self.text.check()
+        numbers = self._numbers(split, step, data_index, per_rank, first)
+        ids = np.zeros((per_rank, self.seq_len), np.int64)
+        targets = np.full((per_rank, self.seq_len), IGNORE, np.int64)
+        for row, number in enumerate(numbers):
+            self._fill_row(split, seed, number, ids[row], targets[row])
+        return self._sliced(ids, targets)
+
+    def documents(
+        self, split: Split, seed: int, step: int, data_index: int, per_rank: int, *, first: int = 0
+    ) -> list[int]:
+        """Return the document of each row of `batch` with the same arguments."""
+        numbers = self._numbers(split, step, data_index, per_rank, first)
+        return [self._document(split, seed, number) for number in numbers]
+
+    def rows(self, documents: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return (ids, targets), as `batch` does, of these documents."""
+        self.text.check()
+        ids = np.zeros((len(documents), self.seq_len), np.int64)
+        targets = np.full((len(documents), self.seq_len), IGNORE, np.int64)
+        for row, document in enumerate(documents):
+            self._fill(document, ids[row], targets[row])
+        return self._sliced(ids, targets)
+
+    def _numbers(
+        self, split: Split, step: int, data_index: int, per_rank: int, first: int
+    ) -> range:
+        """Return the numbers of these rows among those of all epochs."""
         # training steps are counted from 1, batches of a validation from 0
         num_before = (step - 1 if split == "train" else step) * self._num_rows
         begin = num_before + first + data_index * per_rank
-        ids = np.zeros((per_rank, self.seq_len), np.int64)
-        targets = np.full((per_rank, self.seq_len), IGNORE, np.int64)
-        for row, number in enumerate(range(begin, begin + per_rank)):
-            self._fill_row(split, seed, number, ids[row], targets[row])
+        return range(begin, begin + per_rank)
+
+    def _sliced(
+        self, ids: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]
+    ) -> tuple[Tensor, Tensor]:
         own = np.concatenate([np.arange(x.start, x.stop) for x in self._ranges])
         return torch.from_numpy(ids[:, own]), torch.from_numpy(targets[:, own])
 
@@ -125,8 +153,16 @@ class PreferenceDataset:
         targets: npt.NDArray[np.int64],
     ) -> None:
         """Write the ids and targets of row `number` of all epochs."""
-        text, (pair, side) = self.text, divmod(number, 2)
-        document = 2 * self._unit(split, seed, pair) + side
+        self._fill(self._document(split, seed, number), ids, targets)
+
+    def _document(self, split: Split, seed: int, number: int) -> int:
+        pair, side = divmod(number, 2)
+        return 2 * self._unit(split, seed, pair) + side
+
+    def _fill(
+        self, document: int, ids: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]
+    ) -> None:
+        text = self.text
         begin = int(text.ends[document - 1]) if document else 0
         where = slice(begin, min(int(text.ends[document]), begin + self.seq_len + 1))
         assert text.counted is not None

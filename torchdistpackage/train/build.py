@@ -70,6 +70,7 @@ from torchdistpackage.train.preference import PreferenceLoss
 from torchdistpackage.train.profiler import StepProfiler
 from torchdistpackage.train.rank_times import RankTimes
 from torchdistpackage.train.recompute import offload_blocks, recompute_blocks, recompute_within
+from torchdistpackage.train.reference_cache import CachedReference
 from torchdistpackage.train.saving import RunSaver
 from torchdistpackage.train.staged_model import (
     LossFn,
@@ -163,6 +164,18 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
         has_own_data=data is None and config.data.target is None,
         validates_averages=config.train.eval_ema,
     )
+    if config.train.dpo.reference is not None and isinstance(trainer.task, PreferenceLoss):
+        rows = plan.samples_per_microbatch
+        trainer.task.cached = CachedReference(
+            Path(config.train.dpo.reference),
+            source,
+            device,
+            seed=config.run.seed,
+            data_index=tpc.get_dp_rank(),
+            num_data=plan.topology.dense.axis_size("data"),
+            per_round=plan.schedule.num_microbatches * rows,
+            per_microbatch=rows,
+        ).of_round
     if config.train.recompute == "blocks":
         trainer.recomputed = recompute_blocks(stage)
     elif config.train.recompute == "offload":

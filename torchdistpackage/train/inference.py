@@ -21,6 +21,7 @@ from torchdistpackage.data.tokens.prompts import ByteCodec, GrowingText, Tokeniz
 from torchdistpackage.environment.failure import only_returns
 from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import CheckpointError, DataError, NonFiniteError
+from torchdistpackage.plan.reference_file import identity
 from torchdistpackage.plan.run_plan import Plan, make_plan
 from torchdistpackage.plan.user_code import add_user_code
 from torchdistpackage.run_files import CHECKPOINTS
@@ -41,13 +42,15 @@ from torchdistpackage.train.inference_request import (
     HarnessRequest,
     HarnessResult,
     RankRefusal,
+    ReferenceRequest,
     Request,
     TrainedWeights,
 )
+from torchdistpackage.train.reference_cache import write_reference
 from torchdistpackage.train.staged_model import StagedModel
 from torchdistpackage.train.weight_averages import average_name
 
-Answer = EvalResult | HarnessResult | RankRefusal | None
+Answer = EvalResult | HarnessResult | dict[str, int] | RankRefusal | None
 """The answer to a request; None for texts, which have been written."""
 Write = Callable[[str], object]
 
@@ -91,6 +94,10 @@ def perform(
         tpc.groups.set_timeout(plan.config.train.step_timeout_s)
         if isinstance(request, EvalRequest):
             return _evaluated(model, request, step)
+        if isinstance(request, ReferenceRequest):
+            source, timeout_s = build_data(plan), start_timeout_s(plan.config)
+            path, header = Path(request.path), identity(plan.config)
+            return write_reference(model, source, path, header, timeout_s)
         if isinstance(request, HarnessRequest):
             return run_harness(model, request, step, start_timeout_s(plan.config))
         write_texts(model, request, write if rank == 0 else _ignore)

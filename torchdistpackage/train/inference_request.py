@@ -54,6 +54,13 @@ class EvalRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class ReferenceRequest:
+    """Write the log-probabilities of pairs to the file `path`."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class EvalResult:
     """loss: mean over the tokens that count, in nats. num_windows: 0 where samples are a user's.
 
@@ -103,7 +110,7 @@ class HarnessResult:
     step: int | None
 
 
-Request = GenerateRequest | EvalRequest | HarnessRequest
+Request = GenerateRequest | EvalRequest | HarnessRequest | ReferenceRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ micro-batch makes them whole. Each then has the whole loss, whose gradient with 
 summand is right as it is, and one of them reports it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchdistpackage.comm.autograd import Reduce, apply
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.config.schema import DpoSection
-from torchdistpackage.data.source import IGNORE
+from torchdistpackage.data.source import IGNORE, Split
 from torchdistpackage.lazy import resolve
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.losses import totals_on
@@ -31,6 +31,10 @@ from torchdistpackage.train.staged_model import (
     StagedModel,
 )
 from torchdistpackage.train.task import Run, TaskLoss
+
+ReferenceOfRound = Callable[[Split, int, int], Mapping[int, Tensor]]
+"""Returns by microbatch the reference's log-probabilities (N,) of the rows of a round, which is
+named as for `TaskLoss.begin_round`."""
 
 
 class PreferenceLoss(TaskLoss):
@@ -54,6 +58,13 @@ class PreferenceLoss(TaskLoss):
         super().__init__(device)
         self._options, self._loss_of_pairs = options, resolve(options.spec.loss)
         self._reference, self._context, self._rows_dim = reference, context, rows_dim
+        self._round: tuple[Split, int, int] = ("train", 1, 0)
+        self.cached: ReferenceOfRound | None = None
+        """Log-probabilities from a file, in place of a reference."""
+
+    def begin_round(self, split: Split, number: int, index: int) -> None:
+        """See `TaskLoss`."""
+        self._round = split, number, index
 
     def means(self, sums: Sequence[float], count: float) -> dict[str, float]:
         """Return means over pairs, by trl's names."""
@@ -89,6 +100,8 @@ class PreferenceLoss(TaskLoss):
         reference: dict[int, Tensor] = {}
         if not self._options.spec.has_reference:
             return partial(self._loss, model, reference)
+        if self.cached is not None:
+            return partial(self._loss, model, self.cached(*self._round))
 
         def keep(outputs: Tensor, targets: Tensor, m: int) -> tuple[Tensor, Tensor]:
             reference[m], _ = self._log_probs(model.loss, outputs, targets)
@@ -112,6 +125,7 @@ class PreferenceLoss(TaskLoss):
         """
         log_probs, num_tokens = self._log_probs(model.loss, outputs, targets)
         reference, spec = reference_log_probs.get(m), self._options.spec
+        reference = None if reference is None else reference.to(log_probs)
         per_row = num_tokens.clamp(min=1) if spec.is_mean else 1
         ratios = log_probs if reference is None else log_probs - reference
         scores, counts = ratios / per_row, num_tokens[::2] > 0
@@ -133,12 +147,7 @@ class PreferenceLoss(TaskLoss):
         """Return each row's log-probability (N,), summed over its tokens that count, and their
         number (N,), on all ranks that share the rows.
         """
-        sums = sum_log_probs(loss, outputs, targets, self._rows_dim)
-        num_tokens = (targets != IGNORE).sum(1).to(sums)
-        if self._context.size() > 1:
-            both = torch.stack([sums, num_tokens])
-            sums, num_tokens = apply(Reduce(self._context), both).unbind()
-        return sums, num_tokens
+        return row_log_probs(loss, outputs, targets, self._context, self._rows_dim)
 
     @contextmanager
     def _frozen(self, model: StagedModel) -> Iterator[StagedModel]:
@@ -148,6 +157,20 @@ class PreferenceLoss(TaskLoss):
             return
         with in_eval(model.stage), adapters_off(model.stage):
             yield model
+
+
+def row_log_probs(
+    loss: LossFn, outputs: Tensor, targets: Tensor, context: Group, rows_dim: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return each row's log-probability (N,), summed over its tokens that count, and their number
+    (N,), on all ranks of `context`, which share the rows. Other arguments: as `sum_log_probs`.
+    """
+    sums = sum_log_probs(loss, outputs, targets, rows_dim)
+    num_tokens = (targets != IGNORE).sum(1).to(sums)
+    if context.size() > 1:
+        both = torch.stack([sums, num_tokens])
+        sums, num_tokens = apply(Reduce(context), both).unbind()
+    return sums, num_tokens
 
 
 def sum_log_probs(loss: LossFn, outputs: Tensor, targets: Tensor, rows_dim: int = 0) -> Tensor:

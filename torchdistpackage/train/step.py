@@ -23,6 +23,7 @@ from torchdistpackage.data.source import (
     DataBatch,
     DataSource,
     SequenceSource,
+    Split,
     check_fingerprints,
     fingerprint,
 )
@@ -202,6 +203,7 @@ class Trainer(StagedModel):
         self.recordings: list[Recording] = []
         for index in range(self.rounds):
             batch = self._batch(step, index)
+            self._begin_round("train", step, index)
             reduces = reduce and (index == self.rounds - 1 or self.sums_each_round)
             self._pass(self.executor, batch, totals, reduces=reduces, record=record)
             if record and self.executor.recording is not None:
@@ -302,6 +304,7 @@ class Trainer(StagedModel):
                 for index in range(rounds):
                     with self.phases("data"):
                         microbatches = self.microbatches(batch(number, index), self._own)
+                    self._begin_round("val", number, index)
                     self._pass(self.evaluator, microbatches, totals)
                 if stop is not None:
                     votes_asked, previous = self._ask_to_stop(stop), votes_asked
@@ -386,6 +389,10 @@ class Trainer(StagedModel):
         run = partial(self.evaluator.run, around=lambda _: self.phases("forward"))
         with self.phases("messages"), self.reducer.no_sync():
             return self.task.loss_of_batch(self, self.evaluator, run, batch)
+
+    def _begin_round(self, split: Split, number: int, index: int) -> None:
+        if self.task is not None:
+            self.task.begin_round(split, number, index)
 
     def _take_task(self) -> Tensor | None:
         """Return this rank's sums of the task since the last call; None without a task."""

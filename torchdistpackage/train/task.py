@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.data.source import Split
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.losses import totals_on
 from torchdistpackage.plan.run_plan import TASK_ROOM
@@ -34,6 +35,11 @@ class TaskLoss:
 
     def __init__(self, device: torch.device):
         self._sums = totals_on(device, TASK_ROOM)
+
+    def begin_round(self, split: Split, number: int, index: int) -> None:
+        """Called before `loss_of` with the round: index `index` of step `number`, or of this batch
+        of a validation.
+        """
 
     def loss_of(
         self,

@@ -1,0 +1,81 @@
+"""The file of a reference's log-probabilities, which `tdp reference` writes and train.dpo.reference
+names: what it is of, and whether that is what a run reads. No torch.
+
+The header of the safetensors file says which data, tokenizer, keys and reference the numbers come
+from; a run with others is refused by their names.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from torchdistpackage.bounded import parse_json
+from torchdistpackage.config.errors import Problem
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.data.tokens.data_fingerprint import data_fingerprint
+
+HEADER = "reference"
+"""Key of the header's metadata: a JSON object of names and texts."""
+
+
+def identity(config: RunConfig) -> dict[str, str]:
+    """Return what the log-probabilities of a run's reference follow from, by key."""
+    data, model = config.data, config.model
+    folder = model.initial_folder
+    if folder is None:
+        drawn = json.dumps([model.model_dump(mode="json"), config.run.seed], sort_keys=True)
+        reference = hashlib.sha256(drawn.encode()).hexdigest()[:16]
+    else:
+        reference = data_fingerprint([str(folder)])
+    return {
+        "data.path": data_fingerprint([data.path or ""]),
+        "data.val_path": data_fingerprint([data.val_path]) if data.val_path else "",
+        "data.tokenizer": data_fingerprint([data.tokenizer or ""]),
+        "data.seq_len": str(data.seq_len),
+        "data.bos, data.eos": f"{data.bos}, {data.eos}",
+        "the reference model": reference,
+    }
+
+
+def header_of(path: Path) -> dict[str, str]:
+    """Return what a file says its numbers are of.
+
+    Raises:
+        ValueError: it is no such file.
+    """
+    try:
+        with safe_open(path, framework="np") as file:
+            metadata: Mapping[str, str] = file.metadata() or {}
+        header = parse_json(metadata[HEADER])
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} is no file that tdp reference has written: {error}") from error
+    return {str(key): str(value) for key, value in dict(header).items()}
+
+
+def wrong_reference(config: RunConfig) -> list[Problem]:
+    """Return the problem with the file of train.dpo.reference, or []."""
+    key, path = "train.dpo.reference", config.train.dpo.reference
+    if path is None:
+        return []
+    if not Path(path).is_file():
+        return [config.problem(key, f"{path} is no file; write it with tdp reference CONFIG -o")]
+    try:
+        header = header_of(Path(path))
+    except ValueError as error:
+        return [config.problem(key, f"{error}; write it with tdp reference CONFIG -o {path}")]
+    own = identity(config)
+    differ = [name for name, value in own.items() if header.get(name) != value]
+    if not differ:
+        return []
+    shown = ", ".join(
+        f"{name} ({header.get(name) or 'none'} there, {own[name] or 'none'} here)"
+        for name in differ
+    )
+    text = (
+        f"{path} has log-probabilities of another run: other contents of {shown}; write it anew "
+        f"with tdp reference CONFIG -o {path}"
+    )
+    return [config.problem(key, text)]
