@@ -38,12 +38,14 @@ def rows(first: int) -> list[dict[str, str]]:
     ]
 
 
-def one_word_prompts(first: int) -> list[dict[str, str]]:
+def one_token_prompts(first: int) -> list[dict[str, str]]:
     """Pairs of which every token but the first is one of the answer, all chosen ones as long: there
     trl's first term of ORPO, a mean over all tokens of a batch, is the mean over answers.
     """
     pairs = rows(first)
-    return [{**x, "prompt": WORDS[i], "chosen": x["chosen"]} for i, x in enumerate(pairs)]
+    words = WORDS[:4]
+    turned = ["".join(f" {x}" for x in (*words[i:], *words[:i])) for i in range(len(pairs))]
+    return [{**x, "prompt": "qvxz"[i], "chosen": turned[i]} for i, x in enumerate(pairs)]
 
 
 def labelled(first: int) -> list[dict[str, str | bool]]:
@@ -124,7 +126,7 @@ def of_trl(folder: str, model: str, tokenizer: str, overrides: list[str], lines:
     return whole(dict(held.named_parameters())), logged
 
 
-LINES = {"orpo": one_word_prompts, "kto": labelled}
+LINES = {"orpo": one_token_prompts, "kto": labelled}
 KEYS = {
     "simpo": ["train.dpo={loss: simpo, beta: 0.7, gamma: 0.3}"],
     "kto": [
