@@ -85,6 +85,8 @@ def _programs(here: Here, found: Found, folder: Path) -> None:
     configs = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
     commands = {f"example {x}": [str(ROOT / f"examples/{x}.py")] for x in examples}
     commands |= {f"config {x}": _train(x, folder) for x in configs}
+    offloaded = ["train.recompute=offload", "run.name=offload"]
+    commands["activations in host memory"] = [*_train("gpt_tiny", folder), *offloaded]
     if here.small:
         commands = {name: commands[name] for name in ("example zero", "config gpt_tiny")}
     with ThreadPoolExecutor(1 if here.small else AT_ONCE) as pool:

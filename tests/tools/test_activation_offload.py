@@ -14,7 +14,7 @@ from torchdistpackage.testing import ordered_streams
 from torchdistpackage.tools import activation_offload
 from torchdistpackage.tools.activation_offload import ActivationOffload, offload_modules
 
-LAYERS, WIDTH = 4, 24
+LAYERS, WIDTH = 3, 24
 CPU = torch.device("cpu")
 
 
@@ -71,7 +71,13 @@ def gradients(net: nn.Module, *, of: str = "backward") -> list[Tensor]:
     return [p.grad for p in parameters]
 
 
-@pytest.mark.parametrize("of", ["backward", "two micro-batches", "twice"])
+FULL = [pytest.mark.full]
+
+
+@pytest.mark.parametrize(
+    "of",
+    ["two micro-batches", pytest.param("backward", marks=FULL), pytest.param("twice", marks=FULL)],
+)
 def test_gradients_are_the_same_bits_and_streams_are_ordered(of):
     expected = gradients(model(), of=of)
     with ordered_streams():
@@ -105,7 +111,9 @@ def test_only_the_last_block_stays_on_the_device_and_nothing_after_the_backward(
     assert all(block.seen[-1].expired() for block in net.children())
 
 
-@pytest.mark.parametrize("method", ["free", "wait_for_copies", "bytes_of"])
+@pytest.mark.parametrize(
+    "method", ["free", *(pytest.param(x, marks=FULL) for x in ("wait_for_copies", "bytes_of"))]
+)
 def test_a_missing_wait_is_a_race(monkeypatch, method):
     """Without the wait of one place alone memory is used while a copy is on its way."""
     cls = activation_offload._ModuleStorages
