@@ -77,7 +77,7 @@ def killed(ranks: DeviceRanks, *, on_gpu: bool) -> str:
         _expect_shared(out, on_gpu=on_gpu)
         code, out = _train(ranks, folder, 4, [*OTHER, *saves, *PLAIN])
         expect(code == 0, out)
-        resumed = re.search(r"step_0*(\d+)", out)
+        resumed = re.search(r"resumed after step (\d+)", out)
         code, out = _train(ranks, alone, 1, [*ONE, *PLAIN])
         expect(code == 0, out)
         mine, true = _losses(folder), _losses(alone)
