@@ -101,5 +101,6 @@ def test_the_command_prints_what_crosses_and_writes_the_order(tmp_path, capsys):
     assert "as given" in capsys.readouterr().out
     assert main(["plan", *degrees, "--topology", str(file)]) == 2
     assert main(["plan", *degrees, "--hostfile", str(hosts)]) == 2
+    assert main([*words, "--search"]) == 2
     assert main(["plan", TINY, "--procs", "16", "parallel.data=8", *words[7:]]) == 2
     assert "has 4 nodes, but 16 ranks" in " ".join(capsys.readouterr().err.split())

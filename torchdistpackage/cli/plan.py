@@ -216,6 +216,10 @@ def plan(
     for option, value in (("--nodelist", nodelist), ("--hostfile", hostfile)):
         if value is not None and network is None:
             raise typer.BadParameter("goes with --topology; add it", param_hint=option)
+    if network is not None and (search or nodes is not None or tensor is not None):
+        raise typer.BadParameter(
+            "goes with one layout; remove --search, --nodes and --tensor", param_hint="--topology"
+        )
     if apply is not None and not search:
         raise typer.BadParameter("goes with --search; add it", param_hint="--apply")
     if queue and not search:
