@@ -175,10 +175,11 @@ def run_time(
     device: Accelerator,
     ranks_per_node: int | None = None,
     fabric: Fabric | None = None,
+    step: StepTime | None = None,
 ) -> RunTime:
     """Predict the step and the run of a plan for which `unpredicted` has no reason.
 
-    fabric: measured links; None: those of the device.
+    fabric: measured links; None: those of the device. step: the prediction, where it is known.
 
     Raises:
         ConfigError: there is a reason, or a link has no bandwidth.
@@ -199,7 +200,7 @@ def run_time(
     return RunTime(
         device,
         prediction,
-        prediction.step(),
+        step or prediction.step(),
         layout.step_tokens,
         plan.model.flops_per_token(),
         plan.world_size,

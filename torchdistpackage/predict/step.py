@@ -107,7 +107,8 @@ class StepModel:
         self.sizes = sizes
         self.device = device
         self._fabric = fabric
-        self._pieces: dict[StepLayout, tuple[BlockTime, BlockTime, BlockTime]] = {}
+        self._makespans: dict[object, float] = {}
+        self._pieces: dict[tuple[StepLayout, int, int], tuple[BlockTime, BlockTime, BlockTime]] = {}
 
     def time(self, layout: StepLayout, schedule: "Schedule | Ordered | None" = None) -> StepTime:
         """Return the terms of a step; `schedule` is of the pipe, None: the one the layout names."""
@@ -118,9 +119,7 @@ class StepModel:
             whole = stage_times[0]
             bubble = pipe = 0.0
         else:
-            whole, bubble, pipe = _pipeline(
-                stage_times, self.sizes, layout, self._links(layout), schedule
-            )
+            whole, bubble, pipe = self._pipeline(stage_times, layout, schedule)
         times = layout.rounds * layout.num_microbatches
         terms = {
             "compute": times * (whole.forward + whole.backward),
@@ -145,7 +144,7 @@ class StepModel:
         timed = self._timed(layout)
         work, opening, closing = (sum(x.pass_s) for x in timed)
         before, first = (work, opening) if not splits else (x.pass_s[0] for x in timed[:2])
-        message = _message_seconds(self.sizes, layout, self._links(layout)) * (1 if splits else 2)
+        message = _message_seconds(self.sizes, layout, self.links(layout)) * (1 if splits else 2)
         m = layout.num_microbatches
         return layout.rounds * max(
             x.blocks_before * before
@@ -160,12 +159,57 @@ class StepModel:
         parts = self._parts(layout, placement)
         return parts.data + parts.optimizer + parts.host
 
-    def least_work(self, layout: StepLayout) -> float:
-        """Return seconds that no schedule, cut or stage of ZeRO undercuts: the mean work of a pipe
-        rank."""
+    def work(self, layout: StepLayout) -> float:
+        """Return the seconds of a microbatch on all stages together."""
         block, first, last = self._timed(layout)
-        total = sum(first.pass_s) + sum(last.pass_s) + self.sizes.layers * sum(block.pass_s)
-        return layout.rounds * layout.num_microbatches * total / layout.pipe
+        return sum(first.pass_s) + sum(last.pass_s) + self.sizes.layers * sum(block.pass_s)
+
+    def least_of_order(self, layout: StepLayout, order: "Ordered") -> float:
+        """Return seconds of the whole step that its terms add up to, or hardly less."""
+        stages = self._stages(layout)
+        busiest = _busiest(stages, order.placement)
+        message = _message_seconds(self.sizes, layout, self.links(layout))
+        whole = layout.num_microbatches * sum(busiest.pass_s)
+        seconds = max(self._makespan(stages, order, layout.num_microbatches, message), whole)
+        return layout.rounds * seconds + self.rest(layout, order.placement)
+
+    def _pipeline(
+        self, stages: list[BlockTime], layout: StepLayout, schedule: "Schedule | Ordered | None"
+    ) -> tuple[BlockTime, float, float]:
+        """Return what the busiest rank computes of a microbatch on all its stages, the bubble, and
+        what messages add to the step."""
+        name, m = layout.schedule, layout.num_microbatches
+        message = _message_seconds(self.sizes, layout, self.links(layout))
+        timed = min(m, _ROUNDS * layout.pipe) if schedule is None else m
+        if schedule is None:
+            order = _order(name, layout.pipe, timed, layout.chunks)
+        elif isinstance(schedule, Schedule):
+            work = TaskGraph(schedule.placement, m)
+            order = Ordered(schedule.placement, work.order(schedule))
+        else:
+            order = schedule
+        busiest = _busiest(stages, order.placement)
+        free = self._makespan(stages, order, timed, 0.0)
+        waits = self._makespan(stages, order, timed, message) - free
+        if m > timed:  # what messages add to each further round, beside filling the pipe
+            fewer = timed - layout.pipe
+            few = _order(name, layout.pipe, fewer, layout.chunks)
+            early = self._makespan(stages, few, fewer, message)
+            early -= self._makespan(stages, few, fewer, 0.0)
+            waits += max(waits - early, 0.0) * (m - timed) / (timed - fewer)
+        return busiest, max(free - timed * sum(busiest.pass_s), 0.0), max(waits, 0.0)
+
+    def _makespan(self, stages: list[BlockTime], order: "Ordered", m: int, message: float) -> float:
+        """Return the seconds of an order, each computed once for all layouts that it is of."""
+        passes = tuple(each.pass_s for each in stages)
+        key = order, passes, m, message
+        if key not in self._makespans:
+            forward, backward = zip(*passes, strict=True)
+            halves = tuple(each / 2 for each in backward)
+            costs = StageCosts(forward, backward, halves, halves, (message,) * len(stages))
+            work = TaskGraph(order.placement, m, costs)
+            self._makespans[key] = work.makespan(order.order)
+        return self._makespans[key]
 
     def _stages(self, layout: StepLayout) -> list[BlockTime]:
         block, first, last = self._timed(layout)
@@ -185,7 +229,7 @@ class StepModel:
 
     def _parts(self, layout: StepLayout, placement: Sequence[int]) -> _Parts:
         sizes, device = self.sizes, self.device
-        fabric, call_s = self._links(layout), self._call_s(layout)
+        fabric, call_s = self.links(layout), self._call_s(layout)
         block, _, last = self._timed(layout)
         stages = layout.pipe * layout.chunks
         blocks = layout.blocks or (sizes.layers / stages,) * stages
@@ -207,6 +251,7 @@ class StepModel:
     def _timed(self, layout: StepLayout) -> tuple[BlockTime, BlockTime, BlockTime]:
         """Return the times of a block and of the two ends, which LayerCosts computes from the ranks
         that share a layer and not from how stages, replicas and rounds are arranged."""
+        key = replace(layout, blocks=())
         if layout.copies == "none":
             key = replace(
                 layout,
@@ -219,15 +264,21 @@ class StepModel:
                 rounds=1,
                 exchanges=0,
                 blocks=(),
+                order=(),
             )
-        else:
-            key = replace(layout, blocks=())
-        if key not in self._pieces:
-            costs = LayerCosts(self.sizes, key, self.device, self._links(layout))
-            self._pieces[key] = costs.block(), costs.embedding(), costs.head()
-        return self._pieces[key]
+        links = self.links(layout)
+        # beyond a node all are as far as the next one
+        distances = (
+            min(layout.stride("context"), links.node_size) if layout.context > 1 else 0,
+            min(layout.expert_stride, links.node_size) if layout.expert > 1 else 0,
+        )
+        if (key, *distances) not in self._pieces:
+            costs = LayerCosts(self.sizes, layout, self.device, links)
+            self._pieces[key, *distances] = costs.block(), costs.embedding(), costs.head()
+        return self._pieces[key, *distances]
 
-    def _links(self, layout: StepLayout) -> Fabric:
+    def links(self, layout: StepLayout) -> Fabric:
+        """Return the links between the ranks."""
         if self._fabric is not None:
             return self._fabric
         return Fabric.of(self.device, layout.node_size, layout.network_bytes_per_s)
@@ -375,9 +426,10 @@ def _ahead(compute: list[float], gather: float, reduce: float) -> float:
     return max(now, stream - gather if reduce else now)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Ordered:
-    """A schedule as numbers: for each stage its rank, and for each rank its computations."""
+    """A schedule as numbers: for each stage its rank, and for each rank its computations. Each is
+    equal to itself alone, as orders are long."""
 
     placement: tuple[int, ...]
     order: Order
@@ -425,38 +477,6 @@ def rank_loads(blocks: Sequence[float], placement: Sequence[int]) -> tuple[RankL
 # -- pipe ------------------------------------------------------------------------------------
 
 
-def _pipeline(
-    stages: list[BlockTime],
-    sizes: TransformerSizes,
-    layout: StepLayout,
-    fabric: Fabric,
-    schedule: "Schedule | Ordered | None",
-) -> tuple[BlockTime, float, float]:
-    """Return what the busiest rank computes of a microbatch on all its stages, the bubble, and what
-    messages add to the step."""
-    name, m = layout.schedule, layout.num_microbatches
-    message = _message_seconds(sizes, layout, fabric)
-    timed = min(m, _ROUNDS * layout.pipe) if schedule is None else m
-    if schedule is None:
-        placement, order = _order(name, layout.pipe, timed, layout.chunks)
-    elif isinstance(schedule, Schedule):
-        placement, order = schedule.placement, TaskGraph(schedule.placement, m).order(schedule)
-    else:
-        placement, order = schedule.placement, schedule.order
-    of_rank = [BlockTime() for _ in range(layout.pipe)]
-    for stage, rank in enumerate(placement):
-        of_rank[rank] = of_rank[rank].plus(stages[stage])
-    busiest = max(of_rank, key=lambda each: sum(each.pass_s))
-    free = _makespan(stages, placement, order, timed, 0.0)
-    waits = _makespan(stages, placement, order, timed, message) - free
-    if m > timed:  # what messages add to each further round, beside filling the pipe
-        fewer = timed - layout.pipe
-        few = _order(name, layout.pipe, fewer, layout.chunks)
-        early = _makespan(stages, *few, fewer, message) - _makespan(stages, *few, fewer, 0.0)
-        waits += max(waits - early, 0.0) * (m - timed) / (timed - fewer)
-    return busiest, max(free - timed * sum(busiest.pass_s), 0.0), max(waits, 0.0)
-
-
 def _message_seconds(sizes: TransformerSizes, layout: StepLayout, fabric: Fabric) -> float:
     """Return the seconds of a message between two stages."""
     rows = layout.tokens / (layout.tensor if layout.sequence_parallel else 1)
@@ -473,24 +493,22 @@ def _placement(layout: StepLayout, schedule: "Schedule | Ordered | None") -> tup
     if schedule is not None:
         return schedule.placement
     timed = min(layout.num_microbatches, _ROUNDS * layout.pipe)
-    return _order(layout.schedule, layout.pipe, timed, layout.chunks)[0]
+    return _order(layout.schedule, layout.pipe, timed, layout.chunks).placement
+
+
+def _busiest(stages: Sequence[BlockTime], placement: Sequence[int]) -> BlockTime:
+    """Return what the busiest rank computes of a microbatch on all its stages."""
+    of_rank = [BlockTime() for _ in range(max(placement) + 1)]
+    for stage, rank in enumerate(placement):
+        of_rank[rank] = of_rank[rank].plus(stages[stage])
+    return max(of_rank, key=lambda each: sum(each.pass_s))
 
 
 @lru_cache(maxsize=16)
-def _order(name: str, ranks: int, m: int, chunks: int) -> tuple[tuple[int, ...], Order]:
-    """Return for each stage its rank, and for each rank its computations as numbers."""
+def _order(name: str, ranks: int, m: int, chunks: int) -> Ordered:
+    """Return a schedule as numbers."""
     schedule = GENERATORS[name](ranks, m, chunks)
-    return schedule.placement, TaskGraph(schedule.placement, m).order(schedule)
-
-
-def _makespan(
-    stages: list[BlockTime], placement: tuple[int, ...], order: Order, m: int, message: float
-) -> float:
-    forward = tuple(each.pass_s[0] for each in stages)
-    backward = tuple(each.pass_s[1] for each in stages)
-    halves = tuple(each / 2 for each in backward)
-    costs = StageCosts(forward, backward, halves, halves, (message,) * len(stages))
-    return TaskGraph(placement, m, costs).makespan(order)
+    return Ordered(schedule.placement, TaskGraph(schedule.placement, m).order(schedule))
 
 
 # -- the rest --------------------------------------------------------------------------------
