@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from torchdistpackage.errors import LayoutError
-from torchdistpackage.layout.layout import Axes, Layout
+from torchdistpackage.layout.layout import Axes, HeadSplit, Layout, Ranges
 from torchdistpackage.layout.partition import even_sizes
 from torchdistpackage.topology.mesh import Mesh, Topology
 
@@ -203,6 +203,28 @@ def placements(layout: Layout, axes: Iterable[str]) -> tuple[int | None, ...]:
 
 def num_elements(layout: Layout, mesh: Mesh, rank: int) -> int:
     """Return the number of elements in the shard of `rank`."""
+    if not layout.split_axes:
+        return math.prod(layout.shape)
+    x = layout
+    try:
+        return _num_elements(x.shape, x.split, x.parts, x.uneven, x.heads, x.ranges, mesh, rank)
+    except LayoutError:
+        return math.prod(local_shape(layout, mesh, rank))  # whose message has the name
+
+
+@lru_cache(maxsize=4096)
+def _num_elements(
+    shape: tuple[int, ...],
+    split: tuple[Axes, ...],
+    parts: tuple[tuple[int, ...], ...],
+    uneven: bool,
+    heads: HeadSplit | None,
+    ranges: tuple[Ranges, ...],
+    mesh: Mesh,
+    rank: int,
+) -> int:
+    """Count once for all blocks of a model."""
+    layout = Layout("", shape, split, parts=parts, uneven=uneven, heads=heads, ranges=ranges)
     return math.prod(local_shape(layout, mesh, rank))
 
 

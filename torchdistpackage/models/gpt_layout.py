@@ -8,10 +8,12 @@ may be cut between: embed, the two halves of each block, head.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.mark import join
 from torchdistpackage.layout.moe import MoEShape, shape_of_options
 from torchdistpackage.layout.partition import attention_problems, feature_problems, refuse
 from torchdistpackage.layout.rope import UNSCALED, Rope, scaled_length
@@ -21,6 +23,8 @@ from torchdistpackage.parallel.tensor.layouts import Layouts, prefixed
 
 EMBED, HEAD = "embed", "head"
 ATTENTION, MLP = "attention", "mlp"
+MIXTURE = "mixture"
+"""The kind of an MLP that is a mixture of experts; other pieces are called like their kind."""
 HALVES = (ATTENTION, MLP)
 """The two halves of a block, each with the norm before it. A pipeline may cut between them, as the
 same activations travel there as between blocks."""
@@ -166,21 +170,35 @@ def piece_layouts(shape: GPTShape, piece: str, axis: str = "tensor") -> Layouts:
     """Return the layouts of one piece, by name inside its module. A tied head lists its weight like
     any other.
     """
+    return dict(kind_layouts(shape, kind_of(shape, piece), axis))
+
+
+def kind_of(shape: GPTShape, piece: str) -> str:
+    """Return the kind of a piece, of which all pieces have the same layouts."""
+    half = piece.rpartition(".")[2]
+    is_mixture = half == MLP and shape.moe_of(int(piece.split(".")[1])) is not None
+    return MIXTURE if is_mixture else half
+
+
+@lru_cache(maxsize=256)
+def kind_layouts(shape: GPTShape, kind: str, axis: str = "tensor") -> Mapping[str, Layout]:
+    """Return the layouts of a kind of pieces, made once for all of them."""
     dim, sequence_parallel = shape.dim, shape.sequence_parallel
     norm = cut.norm(dim, shape.norm == "layer", axis, sequence_parallel)
-    if piece == EMBED:
+    if kind == EMBED:
         learned = shape.position == "learned"
         rows = cut.position(shape.num_positions, dim, axis, sequence_parallel) if learned else {}
         return embed(shape, axis) | rows
-    if piece == HEAD:
+    if kind == HEAD:
         return prefixed("norm", norm) | embed(shape, axis)
-    if piece.endswith(ATTENTION):
+    if kind == ATTENTION:
         sizes = shape.heads, shape.kv_heads, shape.head_width
         attention = cut.attention(dim, shape.attention_bias, axis, sequence_parallel, *sizes)
         return prefixed("norm1", norm) | prefixed("attention", attention)
-    gated, moe = shape.mlp == "swiglu", shape.moe_of(int(piece.split(".")[1]))
-    if moe is not None:
-        mixture = mixtures.layouts(moe, dim, axis, sequence_parallel)
+    gated = shape.mlp == "swiglu"
+    if kind == MIXTURE:
+        assert shape.moe is not None
+        mixture = mixtures.layouts(shape.moe, dim, axis, sequence_parallel)
         return prefixed("norm2", norm) | prefixed("mlp", mixture)
     mlp = cut.mlp(dim, shape.hidden, shape.mlp_bias, axis, sequence_parallel, gated)
     return prefixed("norm2", norm) | prefixed("mlp", mlp)
@@ -210,9 +228,10 @@ def layouts(
     result: dict[str, Layout] = {}
     for index, piece in enumerate(names):
         stages = () if stage_of is None else (stage_of[index],)
-        of_piece = prefixed(module_of(piece), piece_layouts(shape, piece, axis))
-        for name, layout in of_piece.items():
-            result[name] = replace(layout, stages=stages)
+        module = module_of(piece)
+        for name, layout in piece_layouts(shape, piece, axis).items():
+            path = join(module, layout.name)
+            result[join(module, name)] = replace(layout, name=path, stages=stages)
     if shape.tied:
         head = result.pop("head.weight")
         result[TIED] = result[TIED].on(*result[TIED].stages, *head.stages)

@@ -1,15 +1,19 @@
 """Count what each layer of a GPT sends, computes and keeps for one micro-batch. No torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import Layouts
 from torchdistpackage.models.gpt_layout import (
     ATTENTION,
     EMBED,
     HEAD,
+    MIXTURE,
     GPTShape,
+    kind_layouts,
+    kind_of,
     piece_layouts,
     pieces,
 )
@@ -38,7 +42,7 @@ def layer_numbers(
         # its block ends here, so that nothing is computed again to have its last sum
         follows = names[held_pieces[at + 1]] if at + 1 < len(held_pieces) else ""
         is_last = name.rpartition(".")[0] != follows.rpartition(".")[0]
-        half = _half(shape, name, of, again=of.drops or not is_last)
+        half = _half(shape, kind_of(shape, name), of, again=of.drops or not is_last)
         previous = names[held_pieces[at - 1]] if at else ""
         if of.recomputed:
             is_first = name.rpartition(".")[0] != previous.rpartition(".")[0]
@@ -83,10 +87,12 @@ def _end(shape: GPTShape, name: str, of: Microbatch) -> LayerNumbers:
     return numbers.norm(place, dim, shape.norm) | numbers.head(place, weight, dim)
 
 
-def _half(shape: GPTShape, name: str, of: Microbatch, again: bool) -> LayerNumbers:
+@lru_cache(maxsize=256)
+def _half(shape: GPTShape, kind: str, of: Microbatch, again: bool) -> LayerNumbers:
+    """Count each kind of half once for all blocks."""
     place = CallPlace(of, shape.sequence_parallel, 2 if of.recomputed else 1)
-    norm, cuts = numbers.norm(place, shape.dim, shape.norm), piece_layouts(shape, name)
-    if name.endswith(ATTENTION):
+    norm, cuts = numbers.norm(place, shape.dim, shape.norm), kind_layouts(shape, kind)
+    if kind == ATTENTION:
         layer = numbers.attention(
             place,
             _inside(cuts, "attention"),
@@ -96,8 +102,9 @@ def _half(shape: GPTShape, name: str, of: Microbatch, again: bool) -> LayerNumbe
             shape.position == "rotary",
             again,
         )
-    elif (moe := shape.moe_of(int(name.split(".")[1]))) is not None:
-        layer = mixtures.numbers(moe, place, _inside(cuts, "mlp"), shape.dim, again)
+    elif kind == MIXTURE:
+        assert shape.moe is not None
+        layer = mixtures.numbers(shape.moe, place, _inside(cuts, "mlp"), shape.dim, again)
     else:
         gated = shape.mlp == "swiglu"
         layer = numbers.mlp(place, _inside(cuts, "mlp"), shape.dim, gated, again)
@@ -110,7 +117,7 @@ def _mask(place: CallPlace, dim: int) -> LayerNumbers:
     return LayerNumbers("dropout", kept={"dropout mask": num_bytes} if place.of.drops else {})
 
 
-def _inside(cuts: Layouts, module: str) -> Layouts:
+def _inside(cuts: Mapping[str, Layout], module: str) -> Layouts:
     """Return the layouts of a module by their names in it."""
     prefix = f"{module}."
     return {k.removeprefix(prefix): v for k, v in cuts.items() if k.startswith(prefix)}

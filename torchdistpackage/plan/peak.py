@@ -6,7 +6,7 @@ temporary tensors come on top. The worst moment counts. What lies in buckets fol
 buckets that plan/traffic.py lays out, so weights, gradients and optimizer state are exact.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchdistpackage.layout.exchanges import EXCHANGES
@@ -19,6 +19,7 @@ from torchdistpackage.plan.traffic import microbatch, planned_buckets
 from torchdistpackage.predict.calls import ITEM_BYTES, Microbatch
 from torchdistpackage.predict.kernels import Matmul
 from torchdistpackage.schedule.actions import Action, ActionKind, flatten
+from torchdistpackage.schedule.engine import most_live
 
 LOSS = frozenset({"logits", "softmax of the loss", "targets"})
 """Kept bytes that count as those of logits and loss."""
@@ -90,9 +91,14 @@ def peak_memory(
     communicators = rank_memory(plan, rank, (), on_gpu=on_gpu).communicators_bytes
     state, buckets = flat or flat_memory(plan, rank)
     of = microbatch(plan, rank)
-    stages = {s: _stage_bytes(plan, s, of, on_gpu) for s in plan.schedule.stages_of(place)}
+    absent = _absent(plan, on_gpu)
+    stages = {
+        s: _stage_bytes(plan, plan.stages[s], of, on_gpu, absent)
+        for s in plan.schedule.stages_of(place)
+    }
     held, kept = _worst(flatten(plan.schedule.programs[place]), stages)
-    message = _message_bytes(plan, place, of)
+    peaks, _ = most_live(flatten(plan.schedule.programs[place]))
+    message = _message_bytes(plan, place, of, peaks)
     inputs = _input_bytes(plan, stages, of)
     moving = held.activations + inputs + held.loss + held.temporary + message + buckets
     return PeakMemory(
@@ -163,7 +169,11 @@ class _Moment:
         )
 
     def __neg__(self) -> "_Moment":
-        return _Moment(-self.activations, -self.loss, -self.temporary)
+        return self.times(-1)
+
+    def times(self, number: int) -> "_Moment":
+        """Return the bytes of so many."""
+        return _Moment(number * self.activations, number * self.loss, number * self.temporary)
 
     @property
     def total(self) -> float:
@@ -187,20 +197,44 @@ class _StageBytes:
 
 def _worst(actions: Iterable[Action], stages: dict[int, _StageBytes]) -> tuple[_Moment, _Moment]:
     """Return the worst moment of a program, and the worst between two of its actions."""
-    live = worst = kept = _Moment()
+    bytes_of = {
+        stage: (x.kept.total, x.deferred.total, x.forward.total, x.backward.total - x.kept.total)
+        for stage, x in stages.items()
+    }
+    waiting, deferred = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
+    live = 0.0
+    worst, kept = _Moment(), _Moment()
+    most = most_kept = 0.0
+
+    def held() -> _Moment:
+        moment = _Moment()
+        for stage, x in stages.items():
+            moment += x.kept.times(waiting[stage]) + x.deferred.times(deferred[stage])
+        return moment
+
     for stage, kind, _ in actions:
-        of = stages.get(stage)
-        if of is None or kind.is_message:
+        if stage not in stages or kind.is_message:
             continue
-        now = live
+        of = stages[stage]
+        own, own_deferred, forward, besides = bytes_of[stage]
         if kind is ActionKind.F:
-            now, live = live + of.forward, live + of.kept
+            if live + forward > most:
+                most, worst = live + forward, held() + of.forward
+            live += own
+            waiting[stage] += 1
         elif kind.gives_gradient:
-            now = live + -of.kept + of.backward
-            live = live + -of.kept + (of.deferred if kind is ActionKind.I else _Moment())
+            if live + besides > most:
+                most, worst = live + besides, held() + -of.kept + of.backward
+            live -= own
+            waiting[stage] -= 1
+            if kind is ActionKind.I:
+                live += own_deferred
+                deferred[stage] += 1
         else:
-            live = live + -of.deferred
-        worst, kept = max(worst, now, key=_total), max(kept, live, key=_total)
+            live -= own_deferred
+            deferred[stage] -= 1
+        if live > most_kept:
+            most_kept, kept = live, held()
     return worst, kept
 
 
@@ -208,16 +242,18 @@ def _total(moment: _Moment) -> float:
     return moment.total
 
 
-def _stage_bytes(plan: Plan, stage: int, of: Microbatch, on_gpu: bool) -> _StageBytes:
-    """Return the bytes of one micro-batch of a stage, from what its layers state."""
+def _stage_bytes(
+    plan: Plan, held: Sequence[int], of: Microbatch, on_gpu: bool, absent: Collection[str]
+) -> _StageBytes:
+    """Return the bytes of one micro-batch of a stage with these pieces, from what its layers
+    state. absent: kinds of bytes that none of them keeps."""
     assert plan.model is not None and plan.shape is not None
-    held = plan.stages[stage]
-    kept = [_of_kernel(x, plan, on_gpu) for x in plan.model.layer_numbers(held, of)]
+    kept = [_without(absent, x) for x in plan.model.layer_numbers(held, of)]
     # a block that is computed again keeps all of it while its backward runs
     again = kept
     if of.recomputed:
         whole = plan.model.layer_numbers(held, replace(of, recomputed=False))
-        again = [_of_kernel(x, plan, on_gpu) for x in whole]
+        again = [_without(absent, x) for x in whole]
     stream, waiting = _stream_bytes(plan, of), 0.0
     moe = getattr(plan.shape, "moe", None)
     experts = 1 if moe is None else -(-moe.num_experts // of.expert)
@@ -249,15 +285,23 @@ def _stage_bytes(plan: Plan, stage: int, of: Microbatch, on_gpu: bool) -> _Stage
     )
 
 
-def least_kept(plan: Plan, pieces: Sequence[int], *, on_gpu: bool) -> float:
-    """Return bytes that a micro-batch keeps at least from the forward of these pieces to their
-    backward, on a plan whose layouts are not asked for."""
-    assert plan.model is not None
-    absent = {"turned queries and keys", *(("scores",) if on_gpu else ())}
-    layers = plan.model.layer_numbers(pieces, microbatch(plan, 0))
-    return sum(
-        num_bytes for x in layers for kind, num_bytes in x.kept.items() if kind not in absent
-    )
+@dataclass(frozen=True, slots=True)
+class LeastBytes:
+    """Bytes that some pieces take at least of a micro-batch: from its forward to its backward, from
+    the first half of a split backward to the second, and besides while the backward runs."""
+
+    kept: float = 0.0
+    deferred: float = 0.0
+    besides: float = 0.0
+
+
+def least_bytes(plan: Plan, pieces: Sequence[int], *, expert: int, on_gpu: bool) -> LeastBytes:
+    """Return what these pieces of a plan take, whose stages and layouts are not asked for. expert:
+    ranks that share the experts, of which the plan has one."""
+    one = replace(microbatch(plan, 0), expert=expert)
+    of = _stage_bytes(plan, pieces, one, on_gpu, _absent(plan, on_gpu))
+    kept = of.kept.total
+    return LeastBytes(kept, of.deferred.total, of.backward.total - kept)
 
 
 def _units(layers: Sequence[LayerNumbers]) -> list[list[int]]:
@@ -272,14 +316,18 @@ def _units(layers: Sequence[LayerNumbers]) -> list[list[int]]:
 # -- one layer -----------------------------------------------------------------------------------
 
 
-def _of_kernel(layer: LayerNumbers, plan: Plan, on_gpu: bool) -> LayerNumbers:
-    """Return a layer without what it does not keep on this device, or with heads that context ranks
-    exchange: these are joined with their queries and keys."""
+def _absent(plan: Plan, on_gpu: bool) -> set[str]:
+    """Return what no layer keeps on this device, or with heads that context ranks exchange: these
+    are joined with their queries and keys."""
     absent = {"scores"} if on_gpu else set[str]()
     is_split = plan.topology.dense.axis_size("context") > 1
     if is_split and EXCHANGES[attention_of_rank(plan)[0]].swap != "none":
         absent.add("turned queries and keys")
-    if absent.isdisjoint(layer.kept):
+    return absent
+
+
+def _without(absent: Collection[str], layer: LayerNumbers) -> LayerNumbers:
+    if not any(kind in layer.kept for kind in absent):
         return layer
     kept = {key: num_bytes for key, num_bytes in layer.kept.items() if key not in absent}
     return replace(layer, kept=kept)
@@ -367,11 +415,12 @@ def _stream_bytes(plan: Plan, of: Microbatch) -> float:
     return of.rows // parts * plan.shape.dim * ITEM_BYTES[of.stream]
 
 
-def _message_bytes(plan: Plan, place: int, of: Microbatch) -> float:
+def _message_bytes(plan: Plan, place: int, of: Microbatch, peaks: Mapping[int, int]) -> float:
     """Return the bytes of messages that are posted or under way: for each micro-batch that waits
-    for its gradient an output that leaves and a gradient that comes, and a pair for the input."""
+    for its gradient an output that leaves and a gradient that comes, and a pair for the input.
+    peaks: by stage the most micro-batches that it holds at once."""
     last = plan.schedule.num_stages - 1
-    peaks, stream = plan.timeline.peak_live, _stream_bytes(plan, of)
+    stream = _stream_bytes(plan, of)
     pairs = 0
     for stage in plan.schedule.stages_of(place) if last else ():
         pairs += (min(peaks[stage], 2) if stage < last else 0) + (stage > 0)

@@ -214,10 +214,12 @@ def make_plan(
     source: str = "the configuration",
     *,
     ranks_per_node: int | None = None,
+    messages: bool = True,
 ) -> Plan:
     """Resolve `config`, read from `source`, for `world_size` ranks.
 
-    ranks_per_node: None: as launch.slurm has it, else all ranks are on one node.
+    ranks_per_node: None: as launch.slurm has it, else all ranks are on one node. messages: the
+    schedule has them; without, which is faster, the plan is for predictions alone.
 
     Raises:
         ConfigError: lists every rule that is broken, with names and values.
@@ -235,7 +237,8 @@ def make_plan(
         return plan
     refuse_model(model, config, source)
     pieces = ModelUnits.of(model)
-    plan = Plan(config, world, model, pieces.names, find_stages(config, pieces), {})
+    found = find_stages(config, pieces, messages=messages)
+    plan = Plan(config, world, model, pieces.names, found, {})
     teacher = None
     if config.train.distill.teacher is not None:
         teacher = _teacher_plan(config, model, world_size, source, ranks_per_node)

@@ -21,7 +21,7 @@ from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.autoschedule import synthesize
 from torchdistpackage.schedule.costs import CostsFile, StageCosts
 from torchdistpackage.schedule.engine import Timeline, simulate
-from torchdistpackage.schedule.generators import build
+from torchdistpackage.schedule.generators import build, computations
 
 AUTO_CHUNKS = (1, 2)
 """Stages on a rank that `auto` tries: more cuts the model finer than its bubble is worth."""
@@ -61,9 +61,9 @@ class ModelUnits:
         return cls(model.pieces(), model.piece_costs(), model.piece_parameters())
 
 
-def stages(config: RunConfig, pieces: ModelUnits | None) -> Stages:
+def stages(config: RunConfig, pieces: ModelUnits | None, *, messages: bool = True) -> Stages:
     """Return the stages of a run whose section has passed its rules. pieces: None for a user's own
-    model.
+    model. messages: the schedule has them, which a run needs; predictions need them not.
 
     Cut by time, an own model has the pieces that were measured; its build compares them.
     """
@@ -78,7 +78,8 @@ def stages(config: RunConfig, pieces: ModelUnits | None) -> Stages:
         schedule = custom_schedule(config)
     else:
         pipe = config.parallel.pipe
-        schedule = build(section.schedule, pipe, section.microbatches, section.chunks)
+        make = build if messages else computations
+        schedule = make(section.schedule, pipe, section.microbatches, section.chunks)
     cut = partitioner.cut(schedule.placement)
     if section.partition == "time":
         time_of = partial(partitioner.costs, num_stages=schedule.num_stages)

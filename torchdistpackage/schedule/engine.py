@@ -158,7 +158,13 @@ class TaskGraph:
     def schedule(self, name: str, order: Order) -> Schedule:
         """Return the order as a Schedule, computations only."""
         m, stages = self.num_microbatches, range(self.num_stages)
-        actions = [Action(s, kind, k) for kind in _KINDS for s in stages for k in range(m)]
+        used = {number // self.size for program in order for number in program}
+        actions: list[Action] = []
+        for number, kind in enumerate(_KINDS):
+            # as many where none is used, so that numbers are indices
+            some = stages if number in used else ()
+            actions += [Action(s, kind, k) for s in some for k in range(m)]
+            actions += actions[:1] * (self.size * (number + 1) - len(actions))
         programs = tuple(tuple(actions[number] for number in program) for program in order)
         return Schedule(name, self.num_stages, m, self.placement, programs)
 
@@ -311,14 +317,24 @@ def _peak_live(
     rows: tuple[tuple[Span, ...], ...], num_stages: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the most micro-batches held at once, for each stage and for each rank."""
-    live, peak, peak_of_rank = [0] * num_stages, [0] * num_stages, [0] * len(rows)
+    peak, peak_of_rank = [0] * num_stages, [0] * len(rows)
     trains = any(span.action.kind.gives_gradient for row in rows for span in row)
     for rank, row in enumerate(rows if trains else ()):
-        rank_live = 0
-        for (stage, kind, _), _, _ in row:
-            change = _LIVE.get(kind, 0)
-            live[stage] += change
-            rank_live += change
-            peak[stage] = max(peak[stage], live[stage])
-            peak_of_rank[rank] = max(peak_of_rank[rank], rank_live)
+        by_stage, peak_of_rank[rank] = most_live(span.action for span in row)
+        for stage, number in by_stage.items():
+            peak[stage] = max(peak[stage], number)
     return tuple(peak), tuple(peak_of_rank)
+
+
+def most_live(actions: Iterable[Action]) -> tuple[dict[int, int], int]:
+    """Return the most micro-batches that a rank holds at once of each stage, and of all together,
+    if it runs these actions in their order."""
+    live, peak = Counter[int](), dict[int, int]()
+    of_rank = peak_of_rank = 0
+    for stage, kind, _ in actions:
+        if change := _LIVE.get(kind, 0):
+            live[stage] += change
+            of_rank += change
+            peak[stage] = max(peak.get(stage, 0), live[stage])
+            peak_of_rank = max(peak_of_rank, of_rank)
+    return peak, peak_of_rank

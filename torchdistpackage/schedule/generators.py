@@ -9,6 +9,7 @@ cover, the order is the nearest legal one, and its name says so after a `~`, as 
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Schedule
@@ -86,6 +87,13 @@ def build(name: str, num_ranks: int, num_microbatches: int, chunks: int | None =
     Raises:
         ScheduleError: no generator has that name, or a count is below 1.
     """
+    return lower(computations(name, num_ranks, num_microbatches, chunks))
+
+
+def computations(
+    name: str, num_ranks: int, num_microbatches: int, chunks: int | None = None
+) -> Schedule:
+    """Return the same without messages, which predictions need not; raise as `build`."""
     ours = canonical(name)
     chunks = num_chunks(ours) if chunks is None else chunks
     if min(num_ranks, num_microbatches, chunks) < 1:
@@ -93,7 +101,13 @@ def build(name: str, num_ranks: int, num_microbatches: int, chunks: int | None =
             f"{ours}: {num_ranks} ranks, {num_microbatches} microbatches, {chunks} chunks; "
             f"use 1 or more of each"
         )
-    return lower(GENERATORS[ours](num_ranks, num_microbatches, chunks))
+    return _computations(ours, num_ranks, num_microbatches, chunks)
+
+
+@lru_cache(maxsize=16)
+def _computations(name: str, num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
+    """Make each schedule once for all plans of a search."""
+    return GENERATORS[name](num_ranks, num_microbatches, chunks)
 
 
 def evaluation(schedule: Schedule, num_microbatches: int) -> Schedule:
