@@ -141,7 +141,9 @@ def test_a_profile_of_links_alone_is_read_and_refused_for_a_time(tmp_path: Path)
         measured_device(LINKS, load(TINY, []), file, 4)
 
 
-def test_a_profile_without_the_links_of_a_plan_is_refused() -> None:
+def test_a_profile_without_the_links_of_a_plan_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     others = report(*both_links("data", (0, 1), "broadcast")).profile().lines
     near = tuple(x for x in LINKS.lines if x.link == "node")
     config, path = load(TINY, []), Path("cluster.json")
@@ -153,6 +155,11 @@ def test_a_profile_without_the_links_of_a_plan_is_refused() -> None:
         ConfigError, match=r"no times between nodes, but 8 ranks .* nodes of 4; mea"
     ):
         measured_device(one_node, config, path, 8)
+    file = tmp_path / "cluster.json"
+    file.write_text(dumps(profile_of().model_copy(update={"lines": others})))
+    options = ["--search", "--world", "4", "--profile", str(file)]
+    assert main(["plan", TINY, *options]) == 2
+    assert "has no times of all_gather" in capsys.readouterr().err
     assert measured_device(one_node, config, path, 8, 8).network_bytes_per_s > 0
     alone = profile_of().model_copy(update={"lines": ()})
     assert measured_device(alone, config, path, 1).node_bytes_per_s == math.inf

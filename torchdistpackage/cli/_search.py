@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from math import inf
 from pathlib import Path
+from typing import cast
 
 import typer
 
@@ -20,7 +21,8 @@ from torchdistpackage.files import atomic_write
 from torchdistpackage.harness.bench.profile import Profile
 from torchdistpackage.launch.slurm.job import job_shape
 from torchdistpackage.launch.slurm.queue import query_queue
-from torchdistpackage.plan.layout_search import LayoutChoice, RankedLayout, SearchResult, search
+from torchdistpackage.plan.layout_search import RankedLayout, SearchResult, search
+from torchdistpackage.plan.layout_space import LayoutChoice
 from torchdistpackage.plan.measured import measured_device, measured_fabric
 from torchdistpackage.plan.run_plan import local_procs
 from torchdistpackage.plan.step_time import device_of
@@ -83,14 +85,17 @@ def search_text(
     parts: list[str] = []
     for world in worlds:
         accelerator, fabric = _links(run, world, per_node, device, profile)
-        result = search(run, world, accelerator, ranks_per_node=per_node, fabric=fabric)
+        error = model_error(accelerator)
+        result = search(
+            run, world, accelerator, ranks_per_node=per_node, fabric=fabric, error=error
+        )
         if not result.found and len(worlds) > 1:
             parts.append(wrap(f"{world} ranks: {_nothing(run, world, accelerator, result)}"))
             continue
         if not result.found:
             why = _nothing(run, world, accelerator, result)
             raise ConfigError(f"{why}{_what_would(run, world, accelerator, per_node, fabric)}")
-        found = simpler_first(result.found, accelerator)
+        found = simpler_first(result, accelerator)
         parts.append(_table(run, world, per_node, accelerator, result, found))
         if apply is not None:
             parts.append(_write(source, run, world, found, apply))
@@ -190,16 +195,19 @@ def model_error(device: Accelerator) -> float:
     return MEAN_BAR if device.is_fitted else UNFITTED_BAR
 
 
-def simpler_first(found: Sequence[RankedLayout], device: Accelerator) -> list[RankedLayout]:
+def simpler_first(result: SearchResult, device: Accelerator) -> list[RankedLayout]:
     """Return the layouts with those that are as fast as the fastest within the model's error first,
-    the simplest of them before all."""
-    limit = found[0].time.step.total * (1 + model_error(device))
+    the simplest of all such layouts before them."""
+    assert result.simplest is not None
+    limit = result.found[0].time.step.total * (1 + model_error(device))
 
     def key(each: RankedLayout) -> tuple[float, float]:
         seconds = each.time.step.total
         return (each.choice.complexity if seconds <= limit else float("inf"), seconds)
 
-    return sorted(found, key=key)
+    simplest = result.simplest
+    others = sorted((x for x in result.found if x is not simplest), key=key)
+    return [simplest, *others][: len(result.found)]
 
 
 def _table(
@@ -233,20 +241,20 @@ def _table(
             )
         )
     fast = found[0].time.step.total
-    best = min(x.time.step.total for x in found)
+    best = result.found[0].time.step.total
     error = model_error(device)
     alike = sum(x.time.step.total <= best * (1 + error) for x in found)
     where = "" if per_node is None else f", {per_node} on a node"
     head = wrap(
         f"{run.run.name} on {world} ranks{where} ({device.name}): the fastest of "
-        f"{result.num_valid:,} valid degrees and divisions of the batch, each with all schedules "
-        f"and stages of ZeRO, in {result.limit_bytes / 2**30:.1f} GiB of a rank"
+        f"{result.num_valid:,} valid degrees and divisions of the batch, each with all schedules, "
+        f"stages of ZeRO and orders of ranks, in {result.limit_bytes / 2**30:.1f} GiB of a rank"
     )
     notes: list[str] = []
     if alike > 1:
         notes.append(
-            f"{alike} of them are within {error:.0%}, the error of predictions on this device; of "
-            f"these the simplest comes first"
+            f"{alike} of them are within {error:.0%}, the error of predictions on this device; the "
+            f"first is the simplest of all layouts that are"
             + (f", {fast / best - 1:.1%} slower than the fastest" if fast > best else "")
         )
     notes.append("a short run of two or three of them tells which is faster on your cluster")
@@ -277,6 +285,8 @@ def _keys(number: int, each: RankedLayout, world: int) -> str:
 
 
 def _plain(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(str, cast('tuple[object, ...]', value)))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -1,0 +1,392 @@
+"""Bytes that a rank of a layout needs at least, without its plan. No torch.
+
+A search leaves layouts out by these bounds, so none may exceed the predicted peak (`plan/peak.py`)
+of any rank; tests compare them. They follow it closely: weights, gradients and optimizer state of
+each pipe rank by ZeRO's rules, what its stages keep at the fullest moments of the schedule that are
+known from its numbers, and the communicators of the axes.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import mul
+from typing import NamedTuple
+
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.layout.derive import creations
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.models.gpt_layout import ATTENTION, HALVES, HEAD
+from torchdistpackage.models.registry import spec_of
+from torchdistpackage.plan.layout_space import LayoutChoice, sharded
+from torchdistpackage.plan.memory import MemoryEstimate, communicators, memory
+from torchdistpackage.plan.memory_fit import unpredicted_memory
+from torchdistpackage.plan.order_peaks import Live, live_of, placement_of
+from torchdistpackage.plan.peak import FRAGMENTED, LeastBytes, least_bytes
+from torchdistpackage.plan.run_plan import Plan, make_plan
+from torchdistpackage.plan.stage_partition import ModelUnits, cut_of
+from torchdistpackage.plan.step_time import blocks_of, sizes_of
+from torchdistpackage.predict.calls import ITEM_BYTES
+from torchdistpackage.predict.step import RankLoad, rank_loads
+from torchdistpackage.topology.mesh import topology
+
+_NEARLY = 0.99
+"""Of the bytes that blocks keep by three of their sizes, which rounding changes a little."""
+
+
+def base_plan(run: RunConfig, ranks_per_node: int | None) -> Plan:
+    """Return the plan of data parallelism on one rank, whose numbers others are changed from.
+
+    Raises:
+        ConfigError: the file is wrong on any layout.
+    """
+    run = LayoutChoice(zero=1).of(run, 1)
+    return make_plan(run, 1, "the file with one rank", ranks_per_node=ranks_per_node)
+
+
+class _StateBytes(NamedTuple):
+    """Bytes of weights, gradients and optimizer state of a rank without ZeRO."""
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+
+    @classmethod
+    def of(cls, estimate: MemoryEstimate) -> "_StateBytes":
+        return cls(estimate.weights_bytes, estimate.gradients_bytes, estimate.optimizer_bytes)
+
+    def least(self, choice: LayoutChoice, sharers: float, rest: "_ThirdStage") -> float:
+        """Return the bytes that a rank has at least, with the buckets of gathered weights. The
+        file's choice of number formats may add copies."""
+        adds_up = choice.zero < 2 or choice.microbatches > 1
+        return (
+            self.weights
+            * (1 if choice.zero < 3 else rest.gathered * (sharers > 1) + rest.parts / sharers)
+            + self.gradients * (adds_up + (choice.zero >= 2) / sharers)
+            + self.optimizer / (sharers if choice.zero else 1)
+        )
+
+
+class _ThirdStage(NamedTuple):
+    """What the third stage of ZeRO counts of weights: all of them in buckets, or none where buckets
+    are not counted, and the parts of a rank, or none where they are copies of wide ones."""
+
+    gathered: int
+    parts: int
+
+
+class _StateParts(NamedTuple):
+    """The state of dense parameters, of experts, and of a weight that is both embedding and head:
+    different ranks share each."""
+
+    dense: _StateBytes = _StateBytes()
+    experts: _StateBytes = _StateBytes()
+    tied: _StateBytes = _StateBytes()
+
+
+class _Held(NamedTuple):
+    """The pieces of a stage: whole blocks, halves whose other half is elsewhere, and the head."""
+
+    blocks: int
+    attentions: int
+    mlps: int
+    heads: int
+
+    @classmethod
+    def of(cls, names: list[str]) -> "_Held":
+        halves: dict[str, list[str]] = {}
+        for name in names:
+            if name.endswith(HALVES):
+                block, _, half = name.rpartition(".")
+                halves.setdefault(block, []).append(half)
+        alone = [held[0] for held in halves.values() if len(held) == 1]
+        attentions = alone.count(ATTENTION)
+        number = len(halves) - len(alone)
+        return cls(number, attentions, len(alone) - attentions, names.count(HEAD))
+
+
+class _PieceBytes(NamedTuple):
+    """What a micro-batch takes at least of a block, of an attention and an MLP whose other half is
+    on another stage, and of the head."""
+
+    block: LeastBytes
+    attention: LeastBytes
+    mlp: LeastBytes
+    head: LeastBytes
+
+    def of(self, held: _Held) -> LeastBytes:
+        """Return what a stage takes."""
+        besides = self.block.besides if held.blocks else 0.0
+        # what is behind a block has gone when its backward runs
+        if held.attentions:
+            besides = max(self.attention.besides, besides - self.attention.kept)
+        if held.heads:
+            besides = max(self.head.besides, besides - self.head.kept)
+        return LeastBytes(
+            sum(n * x.kept for n, x in zip(held, self, strict=True)),
+            sum(n * x.deferred for n, x in zip(held, self, strict=True)),
+            besides,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedCut:
+    """How a placement shares the pieces. blocks, held: of each stage. kinds: number of pieces of
+    each kind on each rank. stages: those of each rank."""
+
+    blocks: tuple[float, ...]
+    loads: tuple[RankLoad, ...]
+    held: list[_Held]
+    kinds: list[Counter[int]]
+    stages: list[list[int]]
+
+
+class MemoryBounds:
+    """Bounds of all layouts of one run. base: its `base_plan`. on_gpu: with NCCL's communicators
+    and the allocator of a GPU."""
+
+    def __init__(self, run: RunConfig, world_size: int, base: Plan, on_gpu: bool) -> None:
+        assert base.model is not None
+        self.run, self.world_size, self.base, self.on_gpu = run, world_size, base, on_gpu
+        self.sizes = sizes_of(base)
+        self.units = ModelUnits.of(base.model)
+        self.counts_activations = unpredicted_memory(base) is None
+        has_copy = base.numbers.weights != base.numbers.gradients
+        is_frozen = not all(base.is_trained(name) for name in base.layouts)
+        self._third_stage = _ThirdStage(
+            int(self.counts_activations), int(not has_copy and not is_frozen)
+        )
+        self._stream_bytes = ITEM_BYTES[base.numbers.weights.dtype]
+        self._kinds: list[int] = []
+        self._layouts = self._by_piece()
+        self._pieces = Counter(self._kinds)
+        self._whole: dict[object, tuple[_StateParts, list[_StateParts]]] = {}
+        self._bytes: dict[object, _PieceBytes] = {}
+        self._affine: dict[object, list[tuple[float, float, float]]] = {}
+        self._kept: dict[object, list[float]] = {}
+        self._groups: dict[object, int] = {}
+        self._of_rank: dict[object, list[_StateParts]] = {}
+        self._cuts: dict[tuple[tuple[int, ...], bool], PlacedCut] = {}
+
+    def micro_batch(self, choice: LayoutChoice) -> int:
+        """Return the sequences of a micro-batch on a data rank."""
+        data = self.world_size // (choice.tensor * choice.pipe * choice.context)
+        samples = self.run.data.global_batch * self.run.data.rows_per_sample
+        return samples // (data * choice.accumulate * choice.microbatches)
+
+    def least_peak(self, choice: LayoutChoice) -> float:
+        """Return bytes that the fullest rank does not undercut."""
+        needed = max(
+            self._state(choice, state) + kept
+            for state, kept in zip(self._states(choice), self._activations(choice), strict=True)
+        )
+        return needed + self._communicators(choice)
+
+    def least_mean(self, choice: LayoutChoice) -> float:
+        """Return bytes that the fullest rank does not undercut with any schedule and stage of
+        ZeRO: those of a mean pipe rank with one micro-batch."""
+        whole, _ = self._whole_state(choice)
+        state = min(self._state(x, whole) for x in sharded(self.run, self.world_size, choice))
+        kept = self._least_kept_of_model(choice, self.micro_batch(choice))
+        return (state + kept) / choice.pipe + self._communicators(choice)
+
+    def _state(self, choice: LayoutChoice, states: _StateParts) -> float:
+        """Return the bytes of state that a rank has at least."""
+        if self.run.optim.spec.needs_whole:  # each parameter has an owner
+            sharers = (math.inf,) * 3
+        else:
+            dense = self.world_size / (choice.tensor * choice.pipe)
+            # those of both stages share a tied weight
+            sharers = dense, max(dense / choice.expert, 1.0), 2 * dense
+        return sum(
+            x.least(choice, n, self._third_stage) for x, n in zip(states, sharers, strict=True)
+        )
+
+    def _activations(self, choice: LayoutChoice) -> list[float]:
+        """Return the bytes that each pipe rank needs at least besides its state."""
+        cut, micro = self.cut(choice), self.micro_batch(choice)
+        if not self.counts_activations:
+            return [0.0] * choice.pipe
+        m, chunks = choice.microbatches, choice.chunks
+        pieces = self._least_bytes(choice, micro)
+        key = id(pieces), id(cut), choice.schedule, m
+        if key in self._kept:
+            return self._kept[key]
+        live: Sequence[Live] = (((1, 0),),)
+        if choice.pipe > 1:
+            live = live_of(choice.schedule, choice.pipe, m, chunks)
+        of_stage = {each: pieces.of(each) for each in set(cut.held)}
+        stages = [of_stage[each] for each in cut.held]
+        rows = micro * self.run.data.seq_len // choice.context
+        along = choice.tensor if choice.sequence_parallel else 1
+        stream = rows // along * self.sizes.dim * self._stream_bytes
+        last = len(cut.held) - 1
+        share = 1 + FRAGMENTED * (self.on_gpu)
+        needed: list[float] = []
+        for held, moments in zip(cut.stages, live, strict=True):
+            weights = [stages[s].kept for s in held] + [stages[s].deferred for s in held]
+            worst = max(sum(map(mul, counts, weights)) for counts in moments)
+            worst += min(stages[s].besides for s in held)
+            # messages of one micro-batch at least, and ids or targets of all
+            worst += 2 * stream * sum((s < last) + (s > 0) for s in held)
+            worst += 8 * m * rows * ((0 in held) + (last in held))
+            needed.append(share * worst)
+        self._kept[key] = needed
+        return needed
+
+    def _communicators(self, choice: LayoutChoice) -> int:
+        """Return the bytes of NCCL's communicators for the groups of the axes."""
+        if (not self.on_gpu) or not self.counts_activations:
+            return 0
+        key = choice.tensor, choice.pipe, choice.context, choice.expert
+        if key not in self._groups:
+            axes = choice.of(self.run, self.world_size).parallel.axes()
+            world = topology(axes, self.world_size, expert=choice.expert)
+            made = communicators(creations(world, 0), 0, world, "auto")
+            self._groups[key] = made.device_bytes
+        return self._groups[key]
+
+    def _least_kept_of_model(self, choice: LayoutChoice, micro: int) -> float:
+        """Return bytes that a micro-batch keeps at least of all blocks and the head. They are a
+        constant, a part of each token and a part of each position, which three of them tell."""
+        if not self.counts_activations or self.run.data.seq_len % 4:
+            return 0.0
+        key = choice.tensor, choice.sequence_parallel, choice.recompute
+        if key not in self._affine:
+            tried = [(1, 1), (1, 2), (2, 1)]
+            one, two, half = (
+                self._least_bytes(replace(choice, context=context, expert=1), number)
+                for context, number in tried
+            )
+            self._affine[key] = [
+                (2 * c.kept - a.kept, b.kept - a.kept, 2 * a.kept - b.kept - 2 * c.kept + a.kept)
+                for a, b, c in zip(one, two, half, strict=True)
+            ]
+        block, *_, head = (
+            max(constant + (of_token * micro + of_position) / choice.context, 0.0)
+            for constant, of_token, of_position in self._affine[key]
+        )
+        return _NEARLY * (self.sizes.layers * block + head)
+
+    def _least_bytes(self, choice: LayoutChoice, micro: int) -> "_PieceBytes":
+        """Return the bytes that a micro-batch takes at least of a block, its halves, and the
+        head."""
+        key = (
+            choice.tensor,
+            choice.context,
+            choice.expert,
+            micro,
+            choice.sequence_parallel,
+            choice.recompute,
+        )
+        if key in self._bytes:
+            return self._bytes[key]
+        ranks = choice.tensor * choice.context
+        alone = LayoutChoice(
+            choice.tensor,
+            context=choice.context,
+            sequence_parallel=choice.sequence_parallel,
+            recompute=choice.recompute,
+            zero=1,
+        )
+        config = alone.of(self.run, ranks).resolve(ranks)
+        world = topology(config.parallel.axes(), ranks)
+        samples = micro // config.data.rows_per_sample
+        data = config.data.model_copy(update={"global_batch": samples})
+        config = config.model_copy(update={"data": data})
+        plan = replace(self.base, config=config, topology=world, model=spec_of(config))
+
+        def of(*pieces: int) -> LeastBytes:
+            on_gpu = self.on_gpu
+            return least_bytes(plan, pieces, expert=choice.expert, on_gpu=on_gpu)
+
+        block, attention = of(1, 2), of(1)
+        if self.sizes.layers > 1:  # the first one has the tables of positions besides
+            attention = replace(attention, kept=of(1, 2, 3).kept - block.kept)
+            block = replace(block, kept=of(1, 2, 3, 4).kept - block.kept)
+        head = of(len(plan.pieces) - 1)
+        self._bytes[key] = _PieceBytes(block, attention, of(2), head)
+        return self._bytes[key]
+
+    def cut(self, choice: LayoutChoice) -> PlacedCut:
+        placement = placement_of(choice.schedule, choice.pipe, choice.chunks)
+        key = placement, choice.chunks > 1
+        if key not in self._cuts:
+            config = choice.of(self.run, self.world_size)
+            cut = cut_of(config, self.units, placement)
+            blocks = blocks_of(self.units.names, cut)
+            kinds = [Counter[int]() for _ in range(choice.pipe)]
+            stages: list[list[int]] = [[] for _ in range(choice.pipe)]
+            for stage, (rank, pieces) in enumerate(zip(placement, cut, strict=True)):
+                kinds[rank].update(self._kinds[i] for i in pieces)
+                stages[rank].append(stage)
+            names = self.units.names
+            held = [_Held.of([names[i] for i in pieces]) for pieces in cut]
+            loads = rank_loads(blocks, placement)
+            self._cuts[key] = PlacedCut(blocks, loads, held, kinds, stages)
+        return self._cuts[key]
+
+    def _states(self, choice: LayoutChoice) -> list[_StateParts]:
+        """Return the training state of each pipe rank."""
+        cut = self.cut(choice)
+        key = id(cut), choice.tensor, choice.expert
+        if key not in self._of_rank:
+            _, of_kind = self._whole_state(choice)
+            self._of_rank[key] = [self._sum(kinds, of_kind) for kinds in cut.kinds]
+        return self._of_rank[key]
+
+    def _whole_state(self, choice: LayoutChoice) -> tuple[_StateParts, list[_StateParts]]:
+        """Return the training state of the model on ranks with these degrees of tensor and expert,
+        and that of each kind of piece."""
+        key = choice.tensor, choice.expert
+        if key not in self._whole:
+            ranks = choice.tensor * choice.expert
+            config = LayoutChoice(choice.tensor, expert=choice.expert).of(self.run, ranks)
+            world = topology(config.parallel.axes(), ranks, expert=choice.expert)
+            of_kind = [
+                _StateParts(
+                    *(
+                        _StateBytes.of(memory(config, world, some, 0, self.base.packed))
+                        for some in layouts
+                    )
+                )
+                for layouts in self._layouts
+            ]
+            self._whole[key] = self._sum(self._pieces, of_kind), of_kind
+        return self._whole[key]
+
+    def _sum(self, kinds: Mapping[int, int], of_kind: Sequence[_StateParts]) -> _StateParts:
+        return _StateParts(
+            *(
+                _StateBytes(
+                    *(sum(n * of_kind[k][i][j] for k, n in kinds.items()) for j in range(3))
+                )
+                for i in range(3)
+            )
+        )
+
+    def _by_piece(self) -> list[tuple[list[Layout], ...]]:
+        """Return the layouts of each kind of piece, dense ones, those of experts and a tied one,
+        and set `kinds`, the kind of each piece."""
+        base = self.base
+        of_piece: dict[str, list[Layout]] = {name: [] for name in base.pieces}
+        for name, layout in base.layouts.items():
+            parts = name.split(".")
+            paths = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+            piece = next((x for x in paths if x in of_piece), base.pieces[0])
+            of_piece[piece].append(layout)
+        kinds: dict[object, int] = {}
+        layouts: list[tuple[list[Layout], ...]] = []
+        is_tied = self.sizes.tied
+        for held in of_piece.values():
+            key = tuple(
+                (replace(x, name=""), base.is_trained(x.name), x.name in base.packed) for x in held
+            )
+            if key not in kinds:
+                kinds[key] = len(layouts)
+                tied = [x for x in held if is_tied and x.is_table]
+                of_experts = [x for x in held if "expert" in x.split_axes]
+                dense = [x for x in held if x not in tied and x not in of_experts]
+                layouts.append((dense, of_experts, tied))
+            self._kinds.append(kinds[key])
+        return layouts
