@@ -15,6 +15,8 @@ from torchdistpackage.errors import ConfigError, DataError
 FILE = "config.json"
 _OF_TOKENS = ("ForCausalLM", "LMHeadModel", "LMHead", "ForConditionalGeneration", "ForMaskedLM")
 """Ends of the names of classes that predict tokens."""
+TRAINER_STATE = "trainer_state.json"
+"""The file of each checkpoint of transformers' Trainer."""
 ADAPTER_FILE = "adapter_config.json"
 """The file that peft writes beside adapters."""
 _MAX_CONFIG_BYTES = 1 << 24

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torchdistpackage.checkpoint.commit import candidates, damage, newest_complete, none_complete
 from torchdistpackage.checkpoint.manifest import read_manifest
 from torchdistpackage.config.data_section import changed_shares, share_text
+from torchdistpackage.config.hugging_face import TRAINER_STATE
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import CheckpointError, ConfigError
@@ -35,7 +36,7 @@ def named_folder(resume: str) -> Path:
 
 def resumed_from(resume: str, own_folder: Path, *, has_copies: bool = False) -> Path | None:
     """Return the checkpoint that `--resume` names, or with auto the newest one in `own_folder`;
-    None: there is none.
+    None: there is none, or it is one of transformers' Trainer.
 
     has_copies: nodes keep copies, so ranks may find a complete one on their node.
 
@@ -55,6 +56,8 @@ def resumed_from(resume: str, own_folder: Path, *, has_copies: bool = False) -> 
         raise CheckpointError(
             f"--resume {resume}: it is no checkpoint, but has some; name one, such as {inside[0]}"
         )
+    if (path / TRAINER_STATE).is_file():  # the ranks make a checkpoint of it, and check that
+        return None
     if problem := damage(path):
         raise CheckpointError(f"--resume {resume}: {problem}")
     return path

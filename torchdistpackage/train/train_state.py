@@ -19,15 +19,19 @@ from torchdistpackage.checkpoint.save import (
     SaveTarget,
     SharedFolder,
     degrees_of,
+    fail_together,
     start_save,
 )
 from torchdistpackage.checkpoint.snapshot import HostCopies, take_snapshot
+from torchdistpackage.comm import primitives
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.config.hugging_face import TRAINER_STATE
 from torchdistpackage.config.schema import VAL_LOSS
 from torchdistpackage.data.tokens.data_fingerprint import DataFingerprints
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.run_files import CHECKPOINTS
 from torchdistpackage.topology.mesh import describe
+from torchdistpackage.train.hf_trainer import import_hf_trainer
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.weight_averages import AVERAGE
 
@@ -170,6 +174,16 @@ def _newest(own_folder: Path, rank: int, local: LocalCopies | None) -> Path | No
     return newest
 
 
+def _imported(path: Path, own_folder: Path, rank: int) -> Path:
+    """Return a checkpoint of ours that rank 0 makes of one of transformers' Trainer."""
+    group = tpc.get_group("global")
+    made = ""
+    with fail_together(group, f"reading {path}"):
+        if rank == 0:
+            made = str(import_hf_trainer(path, own_folder))
+    return Path(str(primitives.broadcast_object(made, group)))
+
+
 def _resume(
     trainer: Trainer,
     own_folder: Path,
@@ -189,6 +203,8 @@ def _resume(
             raise CheckpointError(
                 f"--resume {resume_from}: there is no such folder; name a step_NNNNNN"
             )
+        if (path / TRAINER_STATE).is_file():
+            path = _imported(path, own_folder, trainer.rank)
     loaded = load(
         path,
         params=trainer.saved(),

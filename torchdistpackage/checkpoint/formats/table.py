@@ -63,6 +63,12 @@ FORMATS: Mapping[str, FormatSpec] = {
             "[that of the folder](hugging_face.md#export)",
         ),
         FormatSpec(
+            "hf-trainer",
+            read="torchdistpackage.train.hf_trainer:read_hf_trainer",
+            source="a folder `checkpoint-N` of transformers' Trainer or trl, with the state of "
+            "AdamW, for a run of `model.hf`",
+        ),
+        FormatSpec(
             "suffix",
             read=f"{_FILES}:read_suffixed",
             source="the files of `get_mp_ckpt_suffix`, named by any one of them",
