@@ -14,7 +14,7 @@ import yaml
 
 from torchdistpackage.checkpoint.formats import table as checkpoint_formats
 from torchdistpackage.comm import collective_table
-from torchdistpackage.config import data_section, optimizers, preference_losses
+from torchdistpackage.config import data_section, head_tasks, optimizers, preference_losses
 from torchdistpackage.config.schema import ITEMS, RunConfig, Section
 from torchdistpackage.config.types import expected_of
 from torchdistpackage.layout import balances, exchanges
@@ -30,6 +30,7 @@ TABLES = {
     "data.md": ("config/data_section.py", data_section.page_rows),
     "context_parallel.md": ("layout/exchanges.py", exchanges.page_rows),
     "collectives.md": ("comm/collective_table.py", collective_table.page_rows),
+    "heads.md": ("config/head_tasks.py", head_tasks.page_rows),
     "preference.md": ("config/preference_losses.py", preference_losses.page_rows),
     "zero.md": ("config/optimizers.py", optimizers.page_rows),
 }

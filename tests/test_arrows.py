@@ -47,6 +47,7 @@ MAY_NAME_MODULES = {
     "cli/plan.py": "torch, for --tensor alone; what few plans show",
     "comm/collective_table.py": "torch, for plans and commands that read the table",
     "config/data_section.py": "what reads data, of which token ids come with torch",
+    "config/head_tasks.py": "losses of heads, with torch",
     "config/preference_losses.py": "losses of pairs, with torch",
     "config/optimizers.py": "what makes an optimizer, with torch",
     "layout/balances.py": "losses and moves of routers, with torch",

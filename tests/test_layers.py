@@ -99,6 +99,7 @@ PURE_FILES = (
     "models/*_spec.py",
     "models/*_numbers.py",
     "models/transformers_folder.py",
+    "models/transformers_heads.py",
     "models/transformers_refusals.py",
     "models/shrunk_config.py",
     "models/hugging_face_config.py",

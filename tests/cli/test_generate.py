@@ -67,7 +67,7 @@ def test_a_prompt_begins_as_documents_do_in_training(tmp_path, monkeypatch, bos)
         assert main(["generate", str(tmp_path), *prompt, "--checkpoint", str(tmp_path)]) == 0
         assert main(["generate", str(folder), *prompt, f"data.bos={choice}"]) == 0
         of_run, of_folder = asked[-2:]
-        document = tokenized(text_source(config.data), tmp_path / "cache").tokens.tolist()
+        document = tokenized(text_source(config, config.data), tmp_path / "cache").tokens.tolist()
         assert of_run.prompts == of_folder.prompts == (tuple(document[:-1]),)
         assert (of_run.prompts[0][0] == 2) == (bos and choice == "auto")
     assert main(["generate", str(folder), *prompt, "data.bos=on"]) == (0 if bos else 2)

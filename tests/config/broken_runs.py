@@ -287,6 +287,28 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "train.embedding.matryoshka_weights has 1 2 matryoshka_dims",
     ),
     (
+        {"data__name": "classification", "data__path": "x", "data__tokenizer": "t"},
+        "data.name",
+        "data.name=classification model.hf",
+    ),
+    (
+        {
+            "data__name": "classification",
+            "data__path": "x",
+            "data__tokenizer": "t",
+            "data__labels": ["a", "b", "a"],
+            "data__class_weights": [1.0, 2.0],
+            "model__hf": "h",
+        },
+        "data.name",
+        "data.name=classification 'a' twice data.labels 2 data.class_weights 3 data.labels",
+    ),
+    (
+        {"data__labels": ["a", "b"]},
+        "data.name",
+        "data.labels=('a', 'b') has no effect data.name=python_stdlib remove",
+    ),
+    (
         {"train__distill": {"beta": 0.5}},
         "train.distill.teacher",
         "train.distill.beta=0.5 train.distill.teacher set",

@@ -162,10 +162,10 @@ def test_ids_depend_on_the_date_only_where_a_template_writes_it(tmp_path):
         entries = {}
         for day in ("2024-07-26", "2024-07-27"):
             config = load(run_of(tmp_path, PLAIN[name], template_date=day))
-            entries[day] = tokenized(text_source(config.data), tmp_path / "tokens").folder
+            entries[day] = tokenized(text_source(config, config.data), tmp_path / "tokens").folder
         assert len(set(entries.values())) == (2 if name == "llama32" else 1)
     config = load(run_of(tmp_path, PLAIN["llama32"], template_date="2024-07-26"))
-    found = tokenized(text_source(config.data), tmp_path / "tokens")
+    found = tokenized(text_source(config, config.data), tmp_path / "tokens")
     tokenizer, _ = load_tokenizer(tmp_path / "tokenizer")
     assert "Today: 26 Jul 2024" in tokenizer.decode(found.tokens.tolist())
 

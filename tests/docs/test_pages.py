@@ -61,7 +61,7 @@ def test_what_is_to_be_touched_for_something_new_is_there():
         "COMMANDS",
         "VOTE_ROOM",
         *("VALUES", "TRACKERS", "TRACKERS"),
-        *("DATA", "DATA", "DATA"),
+        *("DATA", "DATA", "DATA", "DATA", "HEAD_TASKS", "KEYS"),
         "MISTAKES",
     ]
     homes_of_tables = (
@@ -73,6 +73,7 @@ def test_what_is_to_be_touched_for_something_new_is_there():
         *("torchdistpackage/families/found.py", "torchdistpackage/train/trackers/feed.py"),
         *("torchdistpackage/config/optim_section.py", "torchdistpackage/config/optimizers.py"),
         "torchdistpackage/families/registry.py",
+        *("torchdistpackage/config/head_tasks.py", "tests/train/head_ranks.py"),
         *("torchdistpackage/layout/balances.py", "torchdistpackage/plan/logged_values.py"),
         *("torchdistpackage/config/data_section.py", "torchdistpackage/plan/run_plan.py"),
         *(

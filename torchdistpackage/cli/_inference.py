@@ -19,6 +19,7 @@ from torchdistpackage.cli._common import ListedIn, Overrides, refusal
 from torchdistpackage.config.check import old_packages
 from torchdistpackage.config.data_section import DataSection
 from torchdistpackage.config.errors import ConfigErrors
+from torchdistpackage.config.head_tasks import HEAD_TASKS, TOKEN, ModelHead, has_head, labels_in
 from torchdistpackage.config.hugging_face import (
     ADAPTER_FILE,
     model_keys,
@@ -287,6 +288,8 @@ def _yaml_of(folder: Path) -> str:
         ConfigError: transformers has no such model, or `tdp train` could not train it.
     """
     settings = read_config(folder)
+    if has_head(settings):
+        return _yaml_with_head(folder, settings)
     try:
         model_keys(settings, folder / CONFIG)
         model: dict[str, Any] = {"weights": str(folder)}
@@ -299,6 +302,27 @@ def _yaml_of(folder: Path) -> str:
     data: dict[str, Any] = {"name": "tokens", "path": os.devnull, "seq_len": window}
     if (folder / "tokenizer.json").is_file():
         data |= {"name": "text", "tokenizer": str(folder)}
+    return write({"model": model, "data": data})
+
+
+def _yaml_with_head(folder: Path, settings: Mapping[str, Any]) -> str:
+    """Return YAML of a run whose model is that of a transformers folder with a head.
+
+    Raises:
+        ConfigError: `tdp train` could not train it.
+    """
+    if has_head(settings).endswith(TOKEN):
+        task = HEAD_TASKS["token_classification"]
+    else:
+        is_class = len(labels_in(settings)) > 1
+        task = HEAD_TASKS["classification" if is_class else "regression"]
+    multi_label = settings.get("problem_type") == "multi_label_classification"
+    use = ModelUse(_NO_POSITIONS, head=ModelHead(task, labels_in(settings), multi_label))
+    model = {"hf": str(folder)}
+    window = resolve(TRANSFORMERS).of_section(model, use).shape.num_positions
+    data: dict[str, Any] = {"name": task.name, "path": os.devnull, "seq_len": window}
+    data |= {"tokenizer": str(folder)}
+    data |= {"multi_label": True} if multi_label else {}
     return write({"model": model, "data": data})
 
 

@@ -106,7 +106,7 @@ def _tokenize_blocks(run: RunConfig, part: DataSection) -> str:
     """Tokenize all blocks of a part that is streamed, and return their sum."""
     num_tokens = num_documents = 0
     try:
-        blocks = TextBlocks(text_source(part), token_cache_folder(run))
+        blocks = TextBlocks(text_source(run, part), token_cache_folder(run))
         for number in range(len(blocks)):
             text = blocks.read(number)
             num_tokens += len(text.tokens)

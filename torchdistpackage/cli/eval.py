@@ -267,7 +267,9 @@ def _data_keys(
     folder, plain = source.tokenizer(given), DataSection()
     if data is None:
         return {} if folder is None else {"data.tokenizer": quoted(folder)}
-    kind = kind or KIND_OF_SUFFIX.get(data.suffix, "text")
+    own = source.own.data
+    of_head = own.name if own.head is not None else None  # no loss of tokens is asked of a head
+    kind = kind or of_head or KIND_OF_SUFFIX.get(data.suffix, "text")
     spec = DATA.get(kind)
     reads_text = spec is None or bool(spec.reader)
     if reads_text and folder is None and not source.has_bytes:
@@ -329,6 +331,8 @@ def _batch_keys(source: ModelSource, keys: dict[str, object]) -> dict[str, objec
 
 def _line(result: EvalResult, perplexity: float | None, on: str) -> str:
     line = f"loss {result.loss:.6f}"
+    if result.values:
+        line += "".join(f", {name} {value:.4f}" for name, value in result.values.items())
     if perplexity is not None:
         line += f" nats per token, perplexity {perplexity:.4f}, {result.num_tokens:,} tokens"
     else:
@@ -341,11 +345,12 @@ def _values(result: EvalResult, perplexity: float | None, on: str) -> dict[str, 
     values = {"loss": result.loss, "perplexity": perplexity}
     numbers = {k: x if x is not None and math.isfinite(x) else None for k, x in values.items()}
     more = {"tokens": result.num_tokens, "windows": result.num_windows, "data": on}
-    return {**numbers, **more, "step": result.step}
+    return {**numbers, **result.values, **more, "step": result.step}
 
 
 def _perplexity(config: RunConfig, result: EvalResult) -> float | None:
     """Return the perplexity, or None if the loss is not the cross entropy of tokens."""
-    if config.model.loss is not None or not result.num_windows:
+    is_of_tokens = config.model.loss is None and config.data.head is None
+    if not is_of_tokens or not result.num_windows:
         return None
     return math.exp(result.loss) if not result.loss > 700 else math.inf

@@ -97,7 +97,12 @@ def generate(
     with ListedIn(problems):
         config = source.config(keys, changes)
     codec, folder = None, source.tokenizer(tokenizer)
-    if model_of(source.own.model) is None:
+    if source.own.data.head is not None:
+        problems.append(
+            f"{target} has a head for data.name={source.own.data.name} in place of that for the "
+            f"next token; use tdp eval, or tdp export for transformers' pipelines"
+        )
+    elif model_of(source.own.model) is None:
         problems.append(
             f"the model was built by model.target={source.own.model.target}; only a language model "
             f"of this package or of transformers can generate text"

@@ -14,6 +14,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import Field
 
 from torchdistpackage.config import types as k
+from torchdistpackage.config.head_tasks import HEAD_TASKS, HeadTask
 from torchdistpackage.config.types import Expected, NamedSection, Section
 from torchdistpackage.text import markdown_table
 
@@ -144,6 +145,21 @@ DATA: Mapping[str, DataSpec] = {
             document="a line of anchor, positive and negatives: see [embeddings](embedding.md)",
             needs="`model.hf`",
         ),
+        *(
+            DataSpec(
+                task.name,
+                path="file or folder",
+                reader=f"{_READERS}:JsonLines",
+                has_rows=not task.is_pairs,
+                suffix=".jsonl",
+                keys=task.keys,
+                task="torchdistpackage.train.build:head_task",
+                document=f"a line with {'two answers' if task.is_pairs else 'a text and a label'}: "
+                "see [heads](heads.md)",
+                needs="`model.hf`",
+            )
+            for task in HEAD_TASKS.values()
+        ),
     )
 }
 
@@ -166,6 +182,8 @@ def page_rows() -> str:
     return markdown_table(("name", "one document is", "needs"), rows)
 
 
+PAIRS = "prompt+completion"
+"""The value of data.field that stands for two fields; the prompt does not count in the loss."""
 CHAT_FIELDS = ("messages", "conversations")
 """Values of data.field that mean chats, in any of the known formats of a chat."""
 
@@ -250,7 +268,8 @@ class DataSection(NamedSection):
         default="python_stdlib",
         description="Kind of data: the sources of Python's standard library, files of text, jsonl, "
         "parquet or arrow, token ids (tokens), answers, in pairs (preference) or labelled "
-        "(unpaired_preference), or texts to compare (embedding). Leave it out with target.",
+        "(unpaired_preference), texts to compare (embedding), or rows with labels for a head "
+        "(classification, regression, token_classification, reward). Leave it out with target.",
     )
     path: k.PathOrNull = Field(
         default=None,
@@ -316,6 +335,31 @@ class DataSection(NamedSection):
         le=1 << 10,
         description="Number of hard negatives of each line of name: embedding.",
     )
+    labels: k.Labels = Field(
+        default=(),
+        description="Names of the classes of a head, in order, or their number; empty: those that "
+        "the folder of model.hf names.",
+    )
+    label_field: k.FieldName = Field(
+        default="label",
+        description="Field of a line that holds its label: the name or number of a class, a list "
+        "of them with multi_label or token_classification, a number for regression.",
+    )
+    multi_label: bool = Field(
+        default=False,
+        description="Whether a text may have any number of classes, each of which is decided on "
+        "its own.",
+    )
+    class_weights: k.ClassWeights = Field(
+        default=(),
+        description="Weight of each class in the loss, as torch's CrossEntropyLoss takes them, or "
+        "with multi_label the weight of its positive labels (pos_weight). Empty: all are equal.",
+    )
+    center_rewards: k.NotNegative = Field(
+        default=0.0,
+        description="Factor of the squared sum of both rewards of a pair in the loss, which keeps "
+        "rewards around 0 (trl's center_rewards_coefficient).",
+    )
     target: k.ImportPath = Field(
         default=None,
         description="Import path of your function that makes the data, such as pkg.module:build; "
@@ -374,13 +418,23 @@ class DataSection(NamedSection):
         return self.name == EMBEDDING
 
     @property
+    def head(self) -> HeadTask | None:
+        """Return the task whose head is trained; None: there is none."""
+        return HEAD_TASKS.get(self.name or "")
+
+    @property
+    def is_pairs(self) -> bool:
+        """Return whether a sample is a chosen and a rejected answer."""
+        return self.name == PREFERENCE or (self.head is not None and self.head.is_pairs)
+
+    @property
     def rows_per_sample(self) -> int:
-        """Return the number of sequences in a sample: 2 for a preference pair, or for a labelled
+        """Return the number of sequences in a sample: 2 for a pair of answers, or for a labelled
         answer with its mismatched one, 2 and the negatives for texts to compare, else 1.
         """
         if self.is_embedding:
             return 2 + self.num_negatives
-        return 2 if self.is_preference else 1
+        return 2 if self.is_preference or self.is_pairs else 1
 
     @property
     def blend(self) -> tuple[WeightedSource, ...]:

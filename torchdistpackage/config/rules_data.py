@@ -3,12 +3,14 @@
 from torchdistpackage.config.data_section import (
     CHAT_FIELDS,
     OWN_KEYS,
+    PAIRS,
     PREFERENCE,
     ROWS,
     UNPAIRED,
     DataSection,
 )
 from torchdistpackage.config.embedding_section import EmbeddingSection
+from torchdistpackage.config.head_tasks import MOST_CLASSES_OF_A_TEXT
 from torchdistpackage.config.preference_losses import PREFERENCE_LOSSES
 from torchdistpackage.config.rules import Rule, named_once, rule
 from torchdistpackage.config.schema import DistillSection, DpoSection, RunConfig
@@ -177,24 +179,72 @@ def _pairs_are_compared(c: RunConfig, world_size: int | None) -> str | None:
     d, plain = c.data, RunConfig()
     if not d.is_preference:
         options, default = c.train.dpo, plain.train.dpo
-        if all(getattr(options, x) == getattr(default, x) for x in DpoSection.model_fields):
+        if any(getattr(options, x) != getattr(default, x) for x in DpoSection.model_fields):
+            return (
+                "train.dpo is for preference pairs; set data.name to preference, or remove "
+                "train.dpo"
+            )
+        if d.head is None:
             return None
-        return "train.dpo is for preference pairs; set data.name to preference, or remove train.dpo"
     problems: list[str] = []
     if d.document_masks or d.packing != plain.data.packing:
         key, value = ("document_masks", "true") if d.document_masks else ("packing", d.packing)
-        problems.append(f"data.{key}={value} (each answer has a row of its own)")
-    if d.field != plain.data.field or any(x.field is not None for x in d.sources):
+        problems.append(f"data.{key}={value} (each text has a row of its own)")
+    has_fields = d.field != plain.data.field or any(x.field is not None for x in d.sources)
+    if (d.is_pairs or d.is_preference) and has_fields:
         problems.append("data.field (the fields are prompt, chosen and rejected)")
     if odd := sorted({x.name for x in d.sources if x.name is not None}):
-        problems.append(f"data.sources with name={', '.join(odd)} (all sources must hold pairs)")
+        problems.append(f"data.sources with name={', '.join(odd)} (all sources hold such rows)")
     if c.model.loss is not None:
-        problems.append(f"model.loss={c.model.loss} (the loss compares the answers of a pair)")
+        problems.append(f"model.loss={c.model.loss} (the data decides the loss)")
     if c.model.moe.num_experts is not None or c.parallel.expert > 1:
         problems.append("mixtures of experts (their balance loss counts tokens)")
     if not problems:
         return None
     return f"data.name={d.name} does not go with {' nor with '.join(problems)}; remove it"
+
+
+@rule(
+    "data.name",
+    "data.labels",
+    "data.class_weights",
+    "data.multi_label",
+    "data.field",
+    "model.hf",
+    "model.name",
+    "model.target",
+    "model.lora.target",
+)
+def _heads_are_of_transformers(c: RunConfig, world_size: int | None) -> str | None:
+    d, problems = c.data, list[str]()
+    if d.head is None:
+        return None
+    if c.model.hf is None:
+        problems.append(
+            "needs a model of transformers, whose class with a head it trains; set model.hf to its "
+            "folder"
+        )
+    if c.model.lora.target is not None:
+        problems.append(
+            "trains the head, which adapters would leave as it was drawn; remove model.lora"
+        )
+    if twice := sorted({x for x in d.labels if d.labels.count(x) > 1}):
+        problems.append(f"has the class {twice[0]!r} twice in data.labels; name each once")
+    if len(d.labels) == 1 and not d.multi_label:
+        problems.append("has one class in data.labels, so there is nothing to tell apart; name two")
+    if d.multi_label and len(d.labels) > MOST_CLASSES_OF_A_TEXT:
+        problems.append(
+            f"has {len(d.labels)} classes in data.labels, and data.multi_label takes up to "
+            f"{MOST_CLASSES_OF_A_TEXT}; use fewer"
+        )
+    if d.labels and d.class_weights and len(d.labels) != len(d.class_weights):
+        problems.append(
+            f"has {len(d.class_weights)} data.class_weights for {len(d.labels)} data.labels; give "
+            f"one for each"
+        )
+    if d.head.is_of_tokens and d.field in (*CHAT_FIELDS, PAIRS):
+        problems.append(f"has data.field={d.field}, where it wants the field with a list of words")
+    return "; and ".join(f"data.name={d.name} {text}" for text in problems) or None
 
 
 _READ_BY_SOME = ("label_smoothing", "gamma", "desirable_weight", "undesirable_weight")

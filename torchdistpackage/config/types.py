@@ -423,6 +423,35 @@ TextField = Annotated[
     Expected("the name of a field, prompt+completion, or messages"),
 ]
 TextFieldOrNull = TextField | None
+FieldName = Annotated[
+    str, Field(min_length=1, max_length=200), Expected("the name of a field of a line")
+]
+
+
+def _labels(value: object) -> object:
+    """Turn a number of classes into their names, and names that are numbers into texts."""
+    if type(value) is int and 1 <= value <= MAX_LABELS:
+        return tuple(map(str, range(value)))
+    if not isinstance(value, list):
+        return value
+    items = cast(list[object], value)
+    return tuple(str(x).lower() if isinstance(x, bool | int) else x for x in items)
+
+
+MAX_LABELS = 1 << 16
+"""Most classes of a head."""
+Labels = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=200)], ...],
+    Field(max_length=MAX_LABELS),
+    BeforeValidator(_labels),
+    Expected("a list of names, e.g. [negative, positive], or their number"),
+]
+ClassWeights = Annotated[
+    tuple[Positive, ...],
+    Field(max_length=MAX_LABELS),
+    BeforeValidator(_sequence),
+    Expected("a list of numbers above 0, one for each class, e.g. [1.0, 4.0]"),
+]
 LabelOrNull = FolderName | None
 EvalSets = Annotated[
     dict[FolderName, Path],

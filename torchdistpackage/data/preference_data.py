@@ -8,6 +8,7 @@ the answer attends to it. Targets in prompts and padding do not count.
 
 from collections.abc import Sequence
 from copy import copy
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -61,7 +62,7 @@ class PreferenceDataset:
         if problems:
             raise DataError("\n".join(problems))
 
-    def part(self, ranges: Sequence[range]) -> "PreferenceDataset":
+    def part(self, ranges: Sequence[range]) -> Self:
         """See `SequenceSource`."""
         dataset = copy(self)
         dataset._ranges = ranges
@@ -144,6 +145,11 @@ class PreferenceDataset:
         epoch, sample = divmod(number, len(self._pairs[split]))
         return int(self._epoch(split, seed, epoch)[sample])
 
+    def _document(self, split: Split, seed: int, number: int) -> int:
+        """Return the document of row `number` of all epochs."""
+        sample, side = divmod(number, self.rows_per_sample)
+        return self.rows_per_sample * self._unit(split, seed, sample) + side
+
     def _fill_row(
         self,
         split: Split,
@@ -154,10 +160,6 @@ class PreferenceDataset:
     ) -> None:
         """Write the ids and targets of row `number` of all epochs."""
         self._fill(self._document(split, seed, number), ids, targets)
-
-    def _document(self, split: Split, seed: int, number: int) -> int:
-        pair, side = divmod(number, 2)
-        return 2 * self._unit(split, seed, pair) + side
 
     def _fill(
         self, document: int, ids: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]

@@ -5,7 +5,7 @@ matrices transposed. Names are those that transformers saves: a tied head has no
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -199,11 +199,15 @@ def find_tensors(
     expected: Mapping[str, tuple[int, ...]],
     tied: tuple[str, str] | None = None,
     other_names: Mapping[str, str] = MappingProxyType({}),
+    *,
+    unread: Collection[str] = (),
+    is_causal: bool = True,
 ) -> WeightFolder:
     """Open a folder that has exactly the `expected` tensors, with these shapes.
 
     tied: of a tied head the name and that of the embedding it has to equal, bit by bit, in folders
-        that have both. other_names: of tensors in the files -> in `expected`.
+        that have both. other_names: of tensors in the files -> in `expected`. unread: tensors that
+        the files may have beside these. is_causal: the model is a causal language model.
 
     Raises:
         CheckpointError: it has no weights, or others: lists all that are missing, unexpected, or
@@ -214,6 +218,7 @@ def find_tensors(
     stored_names = _in_whole_model(stored, expected)
     names = {other_names.get(name, name): found_as for name, found_as in stored_names.items()}
     head = None if tied is None else names.pop(tied[0], None)
+    names = {name: found_as for name, found_as in names.items() if name not in unread}
     problems = [f"{key} is missing" for key in expected if key not in names]
     problems += [
         f"{found_as} is not expected" for key, found_as in names.items() if key not in expected
@@ -230,7 +235,7 @@ def find_tensors(
                     f"{names[key]} is of type {has.dtype}, where one of {DTYPES} is read"
                 )
     if problems:
-        if text := other_model(folder):
+        if is_causal and (text := other_model(folder)):
             raise CheckpointError(text)
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointError(

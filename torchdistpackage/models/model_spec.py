@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
+from torchdistpackage.config.head_of_run import head_of
+from torchdistpackage.config.head_tasks import ModelHead
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.hugging_face_layout import FolderFiles, Source
@@ -19,7 +21,8 @@ class ModelUse:
     """The features that a run needs of a model. tensor, num_stages, context, expert: number of
     ranks along each axis.
 
-    compares_pairs: its loss is of pairs of answers, not of tokens.
+    compares_pairs: its loss is of pairs of answers, not of tokens. head: in place of the one for
+    the next token. num_class_weights: of data.class_weights.
     """
 
     seq_len: int
@@ -30,6 +33,8 @@ class ModelUse:
     context: int = 1
     expert: int = 1
     compares_pairs: bool = False
+    head: ModelHead | None = None
+    num_class_weights: int = 0
 
     @classmethod
     def of(cls, config: RunConfig, num_stages: int = 1) -> Self:
@@ -43,6 +48,8 @@ class ModelUse:
             p.context,
             p.expert,
             config.data.is_preference,
+            head_of(config),
+            len(config.data.class_weights),
         )
 
 

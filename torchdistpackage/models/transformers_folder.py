@@ -4,6 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torchdistpackage.config.head_tasks import has_head
+from torchdistpackage.config.hugging_face import read_config
+from torchdistpackage.families.registry import FAMILIES
 from torchdistpackage.lazy import resolve
 from torchdistpackage.models.hugging_face_layout import (
     FolderFiles,
@@ -56,6 +59,14 @@ def open_folder(folder: str | Path, shape: TransformersShape) -> WeightFolder:
             of another shape or type.
     """
     expected = {name: x.shape for name, x in layouts(replace(shape, lora=None)).items()}
-    kind = shape.kind
+    kind, of_head = shape.kind, f"{shape.kind.output}."
+    if shape.head is not None:
+        unread: tuple[str, ...] = ()
+        if not has_head(read_config(folder)):  # of the language model: the head begins anew
+            expected = {name: x for name, x in expected.items() if not name.startswith(of_head)}
+            unread = (f"{FAMILIES[shape.family].output}.weight",)
+        return find_tensors(
+            folder, expected, None, kind.saved_names, unread=unread, is_causal=False
+        )
     tied = (f"{kind.output}.weight", f"{kind.table}.weight") if shape.sizes.tied else None
     return find_tensors(folder, expected, tied, kind.saved_names)

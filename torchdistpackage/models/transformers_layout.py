@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from torchdistpackage.config.head_tasks import ModelHead
 from torchdistpackage.config.hugging_face import ORIGINAL, read_config, rope_parameters
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.families.registry import FAMILIES
@@ -21,6 +22,7 @@ from torchdistpackage.layout.rope import scaled_length
 from torchdistpackage.layout.table import LayerCut, SplitTable
 from torchdistpackage.lazy import resolve
 from torchdistpackage.models.lora_layout import Lora
+from torchdistpackage.models.transformers_heads import config_with_head, has_bias, with_head
 
 _FOUND = "torchdistpackage.models.transformers_found:found_family"
 """Import path of the reader for families without a table, loaded late because it needs torch."""
@@ -32,7 +34,7 @@ _MOST = 1 << 24
 class TransformersShape:
     """One model of a family. given: its config.json. seq_len: length of the sequences it is trained
     on. lora: its adapters, if only these are trained. tensor: number of ranks that share a model
-    without a table; with 1 nothing of it is split.
+    without a table; with 1 nothing of it is split. head: in place of the one for the next token.
     """
 
     family: str
@@ -41,10 +43,13 @@ class TransformersShape:
     sequence_parallel: bool = False
     lora: Lora | None = None
     tensor: int = 1
+    head: ModelHead | None = None
 
     @cached_property
     def kind(self) -> Family:
         table = FAMILIES.get(self.family)
+        if self.head is not None:
+            return with_head(self.family, self.head)
         return resolve(_FOUND)(self.given, self.tensor) if table is None else table
 
     @cached_property
@@ -55,7 +60,8 @@ class TransformersShape:
 
     @cached_property
     def sizes(self) -> Sizes:
-        return self.kind.sizes(self.settings)
+        sizes = self.kind.sizes(self.settings)
+        return sizes if self.head is None else replace(sizes, tied=False)
 
     @cached_property
     def tables(self) -> dict[str, list[Weights]]:
@@ -107,7 +113,11 @@ class TransformersShape:
 
 
 def shape_of_section(
-    section: Mapping[str, Any], seq_len: int, sequence_parallel: bool, tensor: int = 1
+    section: Mapping[str, Any],
+    seq_len: int,
+    sequence_parallel: bool,
+    tensor: int = 1,
+    head: ModelHead | None = None,
 ) -> TransformersShape:
     """Return the shape of the model that `hf` of a model section names.
 
@@ -118,7 +128,9 @@ def shape_of_section(
     config_dict = read_config(where)
     lora = Lora.of_section(section.get("lora"))
     family = str(config_dict.get("model_type"))
-    shape = TransformersShape(family, config_dict, seq_len, sequence_parallel, lora, tensor)
+    if head is not None:
+        config_dict = config_with_head(config_dict, family, head)
+    shape = TransformersShape(family, config_dict, seq_len, sequence_parallel, lora, tensor, head)
     try:
         shape.kind  # noqa: B018  read now, as it may be none
     except ConfigError as error:
@@ -232,7 +244,12 @@ def _head(shape: TransformersShape, axis: str) -> Weights:
     """
     w, n = Weights("", axis, shape.sizes.std), shape.sizes
     shape.kind.head(w, shape.settings, n)
-    if n.tied:
+    if shape.head is not None:
+        # small, so each rank has all of it
+        w.whole(f"{shape.kind.output}.weight", shape.head.num_outputs, n.dim, kind="normal")
+        if has_bias(shape.head, shape.given):
+            w.whole(f"{shape.kind.output}.bias", shape.head.num_outputs, kind="zeros")
+    elif n.tied:
         w.tied_head(shape.kind.output, n.vocab, n.dim)
     elif shape.kind.output:
         w.column(shape.kind.output, n.vocab, n.dim, is_table=True)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from torchdistpackage.comm.random import seed_from
+from torchdistpackage.config.head_tasks import ModelHead
 from torchdistpackage.config.hugging_face import with_earlier_rope
 from torchdistpackage.config.packages import is_before, too_old
 from torchdistpackage.errors import ConfigError, NotAvailableError
@@ -182,30 +183,57 @@ def on_meta(
     config_dict: Mapping[str, Any],
     dtype: torch.dtype | None = None,
     constructed: "Constructed | None" = None,
+    head: ModelHead | None = None,
 ) -> Any:
     """Return the whole model of a config.json, with its parameters on the meta device and its
     buffers made.
 
-    constructed: is to know what constructors make.
+    constructed: is to know what constructors make. head: in place of the one for the next token;
+    its logits are those of every position.
 
     Raises:
         NotAvailableError: transformers is not there.
         ConfigError: it refuses these settings.
     """
     check_packages()
-    from transformers import AutoModelForCausalLM
-
     with ALONE:
         config = _settings(config_dict)
         try:
             with parameters_on_meta(constructed):
-                model = AutoModelForCausalLM.from_config(config, **build_options(dtype))
+                model = _auto_class(head).from_config(config, **build_options(dtype))
         except settings_errors() as error:
             raise refused(error) from error
     keep_lengths_apart(model)
+    if head is not None and not head.task.is_of_tokens:
+        score_all_positions(model)
     if constructed is not None:
         constructed.name(model)
     return model
+
+
+def _auto_class(head: ModelHead | None) -> Any:
+    import transformers
+
+    return getattr(transformers, f"AutoModel{'ForCausalLM' if head is None else head.task.ending}")
+
+
+def score_all_positions(model: Any) -> None:
+    """Let a model with a head for sequences return the logits of every position.
+
+    transformers pools them at the last token that is no padding, which only the ids show: a stage
+    without the ids, or with a part of the sequence, could not. Here the targets say which it is.
+    """
+
+    def forward(self: Any, input_ids: Tensor | None = None, **more: Any) -> Any:
+        from transformers.modeling_outputs import SequenceClassifierOutput
+
+        base = getattr(self, self.base_model_prefix)
+        hidden = base(input_ids=input_ids, **more).last_hidden_state
+        return SequenceClassifierOutput(logits=self.score(hidden))
+
+    # a class, as a stage is a copy of the model with other modules
+    kind = type(model)
+    model.__class__ = type(kind.__name__, (kind,), {"forward": forward})
 
 
 @contextmanager
@@ -260,13 +288,15 @@ class Constructed:
 class ModuleDraws:
     """The parameters of one config.json, drawn block by block from a run's seed.
 
-    given: the config.json; family: of it.
+    given: the config.json; family: of it; head: see `on_meta`.
     """
 
-    def __init__(self, config_dict: Mapping[str, Any], family: Family):
+    def __init__(
+        self, config_dict: Mapping[str, Any], family: Family, head: ModelHead | None = None
+    ):
         self._family = family
         self._constructed = Constructed()
-        self._model = on_meta(config_dict, torch.float32, self._constructed)
+        self._model = on_meta(config_dict, torch.float32, self._constructed, head)
         self._paths = dict(self._model.named_modules())
         self._now: tuple[str, int, dict[str, Tensor]] = ("", 0, {})
 

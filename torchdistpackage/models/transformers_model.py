@@ -149,7 +149,7 @@ def on_meta(shape: TransformersShape, dtype: torch.dtype | None = None) -> Any:
     )
     dtype = dtype or torch.get_default_dtype()
     with ALONE:
-        model = transformers_meta.on_meta(shape.given, dtype)
+        model = transformers_meta.on_meta(shape.given, dtype, head=shape.head)
         if shape.lora is None:
             return model
         try:
@@ -298,7 +298,9 @@ class TransformersStage(nn.Module):
         names = self.global_names()
         # drawing by modules makes the whole model once more, so only if it is asked for
         by_modules = any(listed[key].kind == "made" for key in names.values())
-        draws = ModuleDraws(self.shape.given, self.shape.kind) if by_modules else None
+        draws = (
+            ModuleDraws(self.shape.given, self.shape.kind, self.shape.head) if by_modules else None
+        )
         initials: dict[str, Initial] = {}
         for name, key in names.items():
             w = listed[key]

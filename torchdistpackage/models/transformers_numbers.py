@@ -51,7 +51,7 @@ def layer_numbers(
         has_grad |= bool(_adapted(block))
     if has_last:
         calls = tuple(_head_calls(shape, head, of, has_grad))
-        vocab = shape.sizes.vocab
+        vocab = shape.sizes.vocab if shape.head is None else shape.head.num_outputs
         if shape.kind.splits_head:
             vocab = even_share(vocab, of.tensor, of.index)[1]
         adapters = {name: w for name, w in behind.parameters.items() if is_adapter(name)}

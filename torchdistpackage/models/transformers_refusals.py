@@ -2,6 +2,7 @@
 
 from math import prod
 
+from torchdistpackage.config.head_tasks import ModelHead
 from torchdistpackage.families.found import SAMPLED, SHARED
 from torchdistpackage.families.registry import FAMILIES
 from torchdistpackage.layout.partition import either, nearest
@@ -38,6 +39,8 @@ def refusals(shape: TransformersShape, use: ModelUse) -> list[tuple[str, str]]:
             f"have; set output_router_logits to false in config.json"
         )
         problems.append(("data.name", text))
+    if use.head is not None:
+        problems += _head_problems(shape, use.head, use.num_class_weights)
     if (why := SAMPLED.get(shape.family)) is not None:
         cut = {"tensor": tensor, "pipe": use.num_stages}
         text = f"{name}: {why}; set {{}} to 1, and use data and zero"
@@ -49,6 +52,26 @@ def refusals(shape: TransformersShape, use: ModelUse) -> list[tuple[str, str]]:
     if use.num_stages > 1 and (problem := _unstaged(shape, use.num_stages)) is not None:
         problems.append(("parallel.pipe", problem))
     return problems + _too_long(shape) + _lora_problems(shape, tensor if shares else 1)
+
+
+def _head_problems(
+    shape: TransformersShape, head: ModelHead, num_class_weights: int
+) -> list[tuple[str, str]]:
+    """Return what is wrong with the classes of a head, which the folder may name."""
+    problems: list[tuple[str, str]] = []
+    if head.task.has_classes and not head.labels:
+        text = (
+            f"data.labels names no class, and neither does the folder of {shape.family}, which has "
+            f"no head; list the names of the classes, or their number"
+        )
+        problems.append(("data.labels", text))
+    elif num_class_weights not in (0, len(head.labels)):
+        text = (
+            f"{num_class_weights} weights for the {len(head.labels)} classes "
+            f"({', '.join(head.labels[:4])}...); give one for each"
+        )
+        problems.append(("data.class_weights", text))
+    return problems
 
 
 def _mixes_documents(shape: TransformersShape) -> str | None:

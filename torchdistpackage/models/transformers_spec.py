@@ -34,7 +34,7 @@ class TransformersSpec:
     @classmethod
     def of_section(cls, section: Mapping[str, Any], use: ModelUse) -> Self:
         shape = transformers_layout.shape_of_section(
-            section, use.seq_len, use.sequence_parallel, use.tensor
+            section, use.seq_len, use.sequence_parallel, use.tensor, use.head
         )
         return cls(shape)
 

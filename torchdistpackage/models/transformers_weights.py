@@ -178,9 +178,10 @@ def _(
     """Read only this rank's shard of each parameter."""
     held = [(x, tensors[name]) for name, x in layouts.items() if not is_adapter(x.name)]
     sources = {x.name: (Source(x.name, x.shape),) for x, _ in held}
-    held = [(x, tensor) for x, tensor in held if not tensor.is_meta]
-    read_weights(opened, sources, held, mesh, index)
-    return set()
+    there = [(x, tensor) for x, tensor in held if not tensor.is_meta and x.name in opened.places]
+    read_weights(opened, sources, there, mesh, index)
+    left_out = {x.name for x, _ in held} - opened.places.keys()  # a head that begins anew
+    return {name for name, x in layouts.items() if x.name in left_out}
 
 
 @fill.register

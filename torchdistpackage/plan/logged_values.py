@@ -74,7 +74,8 @@ VALUES = (
         "rewards/...",
         "",
         "with [preference pairs](preference.md), as `logps/...`: means over the pairs of the step, "
-        "by trl's names; after a validation `eval_rewards/...`",
+        "by trl's names; after a validation `eval_rewards/...`. With a [head](heads.md) "
+        "`accuracy` and others, and `eval_accuracy`",
         read=lambda result: result.task,
     ),
     LoggedValue(

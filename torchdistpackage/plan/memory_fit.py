@@ -42,6 +42,8 @@ def unpredicted_memory(plan: Plan) -> str | None:
         return "activations are not counted for texts to compare"
     if plan.teacher is not None:
         return "activations are not counted for a run whose teacher runs besides"
+    if plan.config.data.head is not None:
+        return "activations are not counted for a head in place of that for the next token"
     if plan.config.model.loss is not None:
         return f"activations are not counted, as {plan.config.model.loss} may keep any"
     if plan.config.train.recompute == "offload":

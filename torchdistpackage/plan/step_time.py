@@ -124,6 +124,8 @@ def unpredicted(plan: Plan) -> str | None:
         return "not predicted for a run whose teacher runs beside the model (train.distill)"
     if plan.config.train.recompute == "offload":
         return "copies of activations to the host are not predicted (train.recompute: offload)"
+    if plan.config.data.head is not None:
+        return "not predicted for a head in place of that for the next token"
     if plan.config.train.recompute == "auto":
         return "known once the run has chosen what is computed again (train.recompute: auto)"
     if isinstance(shape, GPTShape):

@@ -86,9 +86,13 @@ def traffic(plan: Plan, rank: int) -> tuple[CallCount, ...]:
         for each in passes:
             for layer in plan.model.layer_numbers(plan.stages[stage], each):
                 layers += layer.calls
-        if of.by_row and stage == plan.schedule.num_stages - 1 and plan.config.parallel.context > 1:
+        is_last = stage == plan.schedule.num_stages - 1
+        data, context = plan.config.data, plan.config.parallel.context
+        if (data.is_preference or data.is_pairs) and is_last and context > 1:
             text = "log-probabilities of answers and their tokens"
             number, count = 2 * of.samples, len(passes)
+            if data.head is not None:
+                text, number = "rewards of answers, their margins and counts", 3 * of.samples
             layers.append(CallCount("context", "all_reduce", number, of.losses, text, count))
     calls += (call.times(times) for call in layers)
     return merged(x if x.ranks else _placed(plan, rank, x) for x in calls)

@@ -21,6 +21,7 @@ from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.group_options import GroupOptions, merged
 from torchdistpackage.comm.random import seed_rank
 from torchdistpackage.comm.tpc import tpc
+from torchdistpackage.config.head_of_run import head_of
 from torchdistpackage.config.optim_section import OptimSection
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.data.source import DataSource, SequenceSource
@@ -60,6 +61,7 @@ from torchdistpackage.train.distillation import DistillLoss, LogitsOf
 from torchdistpackage.train.early_stop import EarlyStop
 from torchdistpackage.train.embedding import EmbeddingLoss
 from torchdistpackage.train.embedding_noise import EmbeddingNoise
+from torchdistpackage.train.head_losses import HeadLoss
 from torchdistpackage.train.learning_rate import learning_rate
 from torchdistpackage.train.log import StepLog, print_line
 from torchdistpackage.train.loop import Callback, Loop
@@ -265,6 +267,20 @@ def embedding_task(model: StagedModel) -> EmbeddingLoss:
         config.data.rows_per_sample,
         tpc.get_group("data"),
         tpc.get_group("context"),
+    )
+
+
+def head_task(model: StagedModel) -> HeadLoss:
+    """Return the loss of a run with a head."""
+    config = model.plan.config
+    head = head_of(config)
+    assert head is not None
+    return resolve(head.task.loss)(
+        head,
+        model.device,
+        tpc.get_group("context"),
+        class_weights=config.data.class_weights,
+        center=config.data.center_rewards,
     )
 
 

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.config.data_section import DataSection
+from torchdistpackage.config.head_of_run import padding_of
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.data import corpus
 from torchdistpackage.data.blend import BlendedDataset, BlendPart
 from torchdistpackage.data.embedding_data import EmbeddingDataset, cut_texts
+from torchdistpackage.data.labelled_data import LabelledDataset, RewardDataset, cut_rows
 from torchdistpackage.data.packing import PackedDataset
 from torchdistpackage.data.preference_data import PreferenceDataset
 from torchdistpackage.data.source import (
@@ -168,6 +170,8 @@ def notes_of(data: DataSource) -> list[str]:
         return [f"{part.label}: {note}" for part in data.parts for note in notes_of(part.data)]
     if isinstance(data, EmbeddingDataset):
         return [*filter(None, (cut_texts(data.text, data.seq_len),)), *row_notes(data.text.tally)]
+    if isinstance(data, LabelledDataset):
+        return [*filter(None, (cut_rows(data.text, data.seq_len),)), *row_notes(data.text.tally)]
     if isinstance(data, PreferenceDataset):
         cut = cut_answers if isinstance(data, UnpairedDataset) else cut_pairs
         return [*filter(None, (cut(data.text, data.seq_len),)), *row_notes(data.text.tally)]
@@ -178,7 +182,18 @@ def notes_of(data: DataSource) -> list[str]:
 
 
 def _rows(config: RunConfig, section: DataSection, val_fraction: float) -> PreferenceDataset:
-    """Return the dataset of samples of several rows: answers, or texts to compare."""
+    """Return the dataset of answers, of texts to compare, or of rows with labels."""
+    if (head := section.head) is not None:
+        make = RewardDataset if head.is_pairs else LabelledDataset
+        return make(
+            tokenized_part(config, section),
+            vocab=config.model.vocab,
+            seq_len=section.seq_len,
+            global_batch=section.global_batch,
+            val_fraction=val_fraction,
+            padding=padding_of(config),
+            of_tokens=head.is_of_tokens,
+        )
     dataset = UnpairedDataset if section.is_unpaired else PreferenceDataset
     if section.is_embedding:
         dataset = EmbeddingDataset
@@ -205,7 +220,7 @@ def _read(
             section.document_masks,
             section.packing,
         )
-        return StreamedDataset(text_source(section), token_cache_folder(config), options)
+        return StreamedDataset(text_source(config, section), token_cache_folder(config), options)
     if section.tokenizer is not None:
         return PackedDataset(
             tokenized_part(config, section),

@@ -2,9 +2,10 @@
 long as it comes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from typing import Protocol
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.losses import totals_on
 from torchdistpackage.schedule.generators import evaluation
 from torchdistpackage.train.staged_model import StagedModel
+from torchdistpackage.train.task import TaskLoss
 
 _AT_ONCE = 1 << 22
 
@@ -141,15 +143,28 @@ def batches_of(
     return batch
 
 
+class Evaluated(NamedTuple):
+    """total: sum of losses. num_counted: how many were counted. weight: what divides the sum.
+    values: of a task.
+    """
+
+    total: float
+    num_counted: int
+    weight: float
+    values: Mapping[str, float] = MappingProxyType({})
+
+
 def evaluate(
     model: StagedModel,
     batch: Callable[[int], DataBatch],
     num_batches: int,
     timeout_s: float | None,
-) -> tuple[float, int]:
-    """Return (sum of losses, number of losses) over all batches and ranks, the same on all.
+    task: TaskLoss | None = None,
+) -> Evaluated:
+    """Return the sum of losses over all batches and ranks, the same on all.
 
-    batch: number b of this rank, of each sequence its part. The model is left in evaluation mode.
+    batch: number b of this rank, of each sequence its part. task: decides the loss; None: the
+    model, by the next token. The model is left in evaluation mode.
 
     Raises:
         DataError: nothing counts.
@@ -160,10 +175,21 @@ def evaluate(
     executor = Executor(schedule, pipe, device=model.device, timeout_s=timeout_s)
     totals = totals_on(model.device)
     model.stage.eval()
+    if task is not None:
+        task.begin_validation()
     for b in range(num_batches):
-        inputs, targets, positions = model.microbatches(batch(b))
-        executor.run(model.forward_and_loss(executor, inputs, targets, totals, positions))
-    total, count = primitives.all_reduce(totals, tpc.get_group("global")).tolist()
+        microbatches = model.microbatches(batch(b))
+        inputs, targets, positions = microbatches
+        loss = task and task.loss_of_batch(model, executor, executor.run, microbatches)
+        executor.run(model.forward_and_loss(executor, inputs, targets, totals, positions, loss))
+    world, values = tpc.get_group("global"), dict[str, float]()
+    if task is not None:
+        totals = torch.cat([totals, task.take()])
+    total, count, *sums = primitives.all_reduce(totals, world).tolist()
     if not count:
         raise DataError("no token counts in the loss; use data with completions or longer texts")
-    return total, round(count)
+    if task is None:
+        return Evaluated(total, round(count), count)
+    values |= task.means(sums, count)
+    values |= task.end_validation(world)
+    return Evaluated(total, task.num_samples(sums, count), count, values)

@@ -25,9 +25,10 @@ from torchdistpackage.plan.reference_file import identity
 from torchdistpackage.plan.run_plan import Plan, make_plan
 from torchdistpackage.plan.user_code import add_user_code
 from torchdistpackage.run_files import CHECKPOINTS
-from torchdistpackage.train.build import build_model, start_timeout_s
+from torchdistpackage.train.build import build_model, build_task, start_timeout_s
 from torchdistpackage.train.data_build import agreed_date, build_data, read_windows
 from torchdistpackage.train.evaluation import (
+    Evaluated,
     JoinedWindows,
     Windows,
     batches_of,
@@ -180,17 +181,24 @@ def load_weights(model: StagedModel, weights: TrainedWeights) -> int | None:
 def _evaluated(model: StagedModel, request: EvalRequest, step: int | None) -> EvalResult:
     config, topology = model.plan.config, model.plan.topology
     index, num_data = tpc.get_dp_rank(), topology.dense.axis_size("data")
-    per_rank = config.data.global_batch // num_data
+    per_batch = config.data.global_batch * config.data.rows_per_sample
+    per_rank = per_batch // num_data
     timeout_s = start_timeout_s(config)
 
     sequence = model.sequence
+    # the reference of pairs is the model that the run began with, which is not here
+    has_other = config.data.is_preference or model.plan.teacher is not None
+    task = None if has_other else build_task(model)
+
+    def result(found: Evaluated, num_windows: int) -> EvalResult:
+        loss = found.total / found.weight
+        return EvalResult(loss, found.num_counted, num_windows, step, values=found.values)
 
     def of(windows: Windows) -> EvalResult:
         windows = windows.part(sequence.ranges(windows.seq_len))
         batch = batches_of(windows, index, num_data, per_rank)
-        number = -(-windows.number // config.data.global_batch)
-        total, count = evaluate(model, batch, number, timeout_s)
-        return EvalResult(total / count, count, windows.number, step)
+        number = -(-windows.number // per_batch)
+        return result(evaluate(model, batch, number, timeout_s, task), windows.number)
 
     sets: dict[str, Windows] = {}
     with fail_together(tpc.get_group("global"), "reading the data"):
@@ -209,8 +217,7 @@ def _evaluated(model: StagedModel, request: EvalRequest, step: int | None) -> Ev
         inputs, targets = map(sequence.part, rows[:2])
         return rows._replace(inputs=inputs, targets=targets)
 
-    total, count = evaluate(model, batch, config.train.eval_batches, timeout_s)
-    return EvalResult(total / count, count, 0, step)
+    return result(evaluate(model, batch, config.train.eval_batches, timeout_s), 0)
 
 
 def _windows(config: RunConfig, request: EvalRequest) -> Windows:

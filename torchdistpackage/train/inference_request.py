@@ -64,7 +64,8 @@ class ReferenceRequest:
 class EvalResult:
     """loss: mean over the tokens that count, in nats. num_windows: 0 where samples are a user's.
 
-    step: of the checkpoint; None: the weights are no run's. sets: of data.eval, by name.
+    step: of the checkpoint; None: the weights are no run's. sets: of data.eval, by name. values: of
+    a task, such as the accuracy of a head.
     """
 
     loss: float
@@ -72,6 +73,7 @@ class EvalResult:
     num_windows: int
     step: int | None
     sets: "Mapping[str, EvalResult]" = field(default_factory=dict["str", "EvalResult"])
+    values: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,12 @@ from torchdistpackage.config.data_section import (
     CHAT_FIELDS,
     DATA,
     EMBEDDING,
+    PAIRS,
     PREFERENCE,
     SUFFIX_OF_KIND,
     UNPAIRED,
 )
+from torchdistpackage.config.head_tasks import HEAD_TASKS, HeadTask
 from torchdistpackage.config.text_ends import TextEnds, text_ends
 from torchdistpackage.config.types import TextEnd
 from torchdistpackage.data.tokens.chat_rows import (
@@ -36,8 +38,6 @@ from torchdistpackage.data.tokens.parquet_rows import parquet_file, parquet_rows
 from torchdistpackage.errors import DataError
 from torchdistpackage.lazy import resolve
 
-PAIRS = "prompt+completion"
-"""The field name that stands for two fields; the prompt does not count in the loss."""
 CHAT, TOOLS = "messages", "tools"
 """Fields of a chat: its list of messages, and its tools."""
 TEMPLATE_OPTIONS, RETRIEVED = "chat_template_kwargs", "documents"
@@ -57,11 +57,11 @@ _BLOCK_BYTES = 1 << 16
 class TextSource:
     """The texts to tokenize, and how to read them.
 
-    kind: text, jsonl, parquet, preference or unpaired_preference. path: a file, or a folder of
-    such files.
+    kind: a name of `DATA` that texts are read of. path: a file, or a folder of such files.
     field: key of a jsonl line, or a parquet column; `prompt+completion` reads these two, `messages`
     a chat of any kind. tokenizer: a folder with tokenizer.json, or that file. bos, eos: see
     `text_ends`. today: the date that a chat template writes as today's; None: it writes none.
+    labels, label_field, multi_label: the classes of rows with labels, and how a row holds them.
     """
 
     kind: str
@@ -72,6 +72,19 @@ class TextSource:
     eos: TextEnd = "auto"
     today: str | None = None
     num_negatives: int = 0
+    labels: tuple[str, ...] = ()
+    label_field: str = ""
+    multi_label: bool = False
+
+    @property
+    def head(self) -> HeadTask | None:
+        """The task that rows with labels are for; None for other data."""
+        return HEAD_TASKS.get(self.kind)
+
+    @property
+    def is_pairs(self) -> bool:
+        """True if each line is a chosen and a rejected answer."""
+        return self.kind == PREFERENCE or (self.head is not None and self.head.is_pairs)
 
     @property
     def is_chat(self) -> bool:
@@ -81,12 +94,13 @@ class TextSource:
     @property
     def may_be_chat(self) -> bool:
         """True if the chat template of the tokenizer's folder may write the text."""
-        return self.is_chat or self.kind in (PREFERENCE, UNPAIRED)
+        return self.is_chat or self.is_pairs or self.kind == UNPAIRED
 
     @property
     def has_prompts(self) -> bool:
         """True if some tokens may not count in the loss."""
-        return self.is_chat or self.field == PAIRS or self.kind in (PREFERENCE, UNPAIRED)
+        is_answer = self.is_pairs or self.kind == UNPAIRED
+        return self.is_chat or self.field == PAIRS or is_answer
 
     @property
     def documents_per_line(self) -> int:
@@ -95,7 +109,7 @@ class TextSource:
         """
         if self.kind == EMBEDDING:
             return 2 + self.num_negatives
-        return 2 if self.kind == PREFERENCE else 1
+        return 2 if self.is_pairs else 1
 
     @property
     def ends(self) -> TextEnds:
@@ -113,13 +127,16 @@ class Document(NamedTuple):
     """A text to train on.
 
     prompt: precedes the text and does not count. spans: ranges of characters of `text` that count;
-    None: all count. is_desirable: the label of an answer that has one.
+    None: all count. is_desirable: the label of an answer that has one. labels: of the text, one, or
+    of each of its `words`, ranges of characters; see `labelled_rows`.
     """
 
     text: str
     prompt: str = ""
     spans: tuple[tuple[int, int], ...] | None = None
     is_desirable: bool = True
+    labels: tuple[int, ...] = ()
+    words: tuple[tuple[int, int], ...] = ()
 
     @property
     def learned(self) -> tuple[tuple[int, int], ...] | None:
@@ -487,11 +504,13 @@ def fields_of(source: TextSource) -> list[str]:
     """Return the keys of rows that may be read."""
     if source.kind == EMBEDDING:
         return ["anchor", "positive", "negatives"]
-    if source.kind == PREFERENCE:
-        return ["prompt", "chosen", "rejected", CONVERSATIONS, *ALPACA, *CHAT_EXTRAS]
+    if source.is_pairs:
+        margin = ["margin"] * (source.head is not None)
+        return ["prompt", "chosen", "rejected", *margin, CONVERSATIONS, *ALPACA, *CHAT_EXTRAS]
     if source.kind == UNPAIRED:
         return ["prompt", "completion", "label", *CHAT_EXTRAS]
-    return _fields(source.field)
+    label = [source.label_field] * (source.head is not None)
+    return [*_fields(source.field), *label]
 
 
 def fields_of_row(source: TextSource, value: dict[str, Any]) -> list[str]:

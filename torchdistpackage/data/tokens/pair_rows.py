@@ -24,13 +24,15 @@ def cut_pairs(text: TokenizedText, seq_len: int) -> str | None:
     )
 
 
-def pair_problems(text: TokenizedText, seq_len: int) -> list[str]:
+def pair_problems(text: TokenizedText, seq_len: int, ahead: int = 1) -> list[str]:
     """Return problems of pairs without two different answers in a row of `seq_len` tokens.
+
+    ahead: tokens behind the row that its targets show.
 
     Each names file and line; of many problems these are the first ones.
     """
     assert text.prompts is not None
-    room = seq_len + 1
+    room = seq_len + ahead
     starts = text.starts
     lengths = np.diff(text.ends, prepend=0)
     no_room = text.prompts >= room

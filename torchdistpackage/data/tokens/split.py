@@ -13,7 +13,7 @@ import numpy.typing as npt
 from torchdistpackage.config.data_split import split_at_end, too_few_tokens
 from torchdistpackage.data.tokens.token_cache import TokenizedText
 
-PAIR, ANSWER, GROUP = "pair", "answer", "line"
+PAIR, ANSWER, GROUP, ROW = "pair", "answer", "line", "row"
 
 
 class SplitPart(NamedTuple):
@@ -38,7 +38,7 @@ class DocumentSplit:
 
     is_cut: training reads the beginning of each document, validation the end. has_prompts: the
     documents have prompts, so they are never cut. unit: name of a document in messages; a pair, an
-    answer or a line of texts to compare, makes a sample whatever its length.
+    answer, a line of texts to compare or a row with a label makes a sample whatever its length.
     """
 
     parts: dict[str, SplitPart]
@@ -63,13 +63,13 @@ class DocumentSplit:
         total = sum(part.num_tokens for part in self.parts.values()) if self.is_cut else None
         for split, part in self.parts.items():
             if self.has_prompts and not len(part.documents):
-                why = "" if self.unit == GROUP else "with prompts "
+                why = "" if self.unit in (GROUP, ROW) else "with prompts "
                 yield (
                     f"the {split} split has no {self.unit}: there is only one, and {why}it is not "
                     f"cut; use more {self.unit}s"
                 )
                 continue
-            if self.unit in (PAIR, ANSWER, GROUP):
+            if self.unit in (PAIR, ANSWER, GROUP, ROW):
                 continue
             extent = f" in {len(part.documents):,} documents" if not self.is_cut else ""
             if self.is_cut and split == "val":
@@ -131,6 +131,12 @@ def split_groups(text: TokenizedText, val_fraction: float) -> DocumentSplit:
         documents_per_line=1,
     )
     return replace(split_documents(lines, val_fraction), unit=GROUP)
+
+
+def split_rows(text: TokenizedText, val_fraction: float) -> DocumentSplit:
+    """Split rows with labels like documents, of which none is cut."""
+    # those with prompts are never cut
+    return replace(split_documents(replace(text, prompts=text.ends), val_fraction), unit=ROW)
 
 
 def _in_val(hashes: npt.NDArray[np.float64], val_fraction: float) -> npt.NDArray[np.bool_]:

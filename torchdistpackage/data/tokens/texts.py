@@ -10,6 +10,7 @@ from pathlib import Path
 from torchdistpackage.config.chat_templates import folder_writes_date
 from torchdistpackage.config.data_section import DataSection
 from torchdistpackage.config.errors import Problem
+from torchdistpackage.config.head_of_run import class_labels
 from torchdistpackage.config.hugging_face import tokenizer_file
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.data.tokens.documents import (
@@ -27,6 +28,7 @@ from torchdistpackage.data.tokens.split import (
     split_documents,
     split_groups,
     split_pairs,
+    split_rows,
 )
 from torchdistpackage.data.tokens.template_date import today
 from torchdistpackage.data.tokens.token_bar import tokenizing
@@ -40,8 +42,8 @@ _FIRST_ROWS = 100
 """Number of rows of a file that a plan reads."""
 
 
-def text_source(data: DataSection) -> TextSource:
-    """Return the texts that a data section with a tokenizer has tokenized."""
+def text_source(config: RunConfig, data: DataSection) -> TextSource:
+    """Return the texts that a data section with a tokenizer, of this run, has tokenized."""
     source = TextSource(
         data.name or "",
         data.path or "",
@@ -51,6 +53,13 @@ def text_source(data: DataSection) -> TextSource:
         data.eos,
         num_negatives=data.num_negatives,
     )
+    if data.head is not None:
+        source = replace(
+            source,
+            labels=class_labels(config) if data.head.has_classes else (),
+            label_field="" if data.head.is_pairs else data.label_field,
+            multi_label=data.multi_label,
+        )
     if not (source.may_be_chat and folder_writes_date(source.tokenizer)):
         return source
     return replace(source, today=data.template_date or today())
@@ -75,7 +84,7 @@ def tokenized_part(
     config: RunConfig, data: DataSection, progress: Progress | None = None
 ) -> TokenizedText:
     """Return the ids of a part, made now if they are missing; raises DataError as `tokenized`."""
-    return tokenized(text_source(data), token_cache_folder(config), progress)
+    return tokenized(text_source(config, data), token_cache_folder(config), progress)
 
 
 def all_tokenized(config: RunConfig) -> bool:
@@ -83,7 +92,7 @@ def all_tokenized(config: RunConfig) -> bool:
     cache = token_cache_folder(config)
     training_parts = (x for key, x in text_parts(config).items() if key in config.data.parts)
     try:
-        return all(is_tokenized(text_source(data), cache) for data in training_parts)
+        return all(is_tokenized(text_source(config, data), cache) for data in training_parts)
     except DataError:
         return False
 
@@ -92,9 +101,11 @@ def _split_problems(text: TokenizedText, data: DataSection) -> list[str]:
     if data.is_unpaired:
         problems = split_answers(text, data.val_fraction).problems(data.seq_len)
         return [*problems, *answer_problems(text, data.seq_len)]
-    if data.is_preference:
+    if data.head is not None and not data.is_pairs:
+        return list(split_rows(text, data.val_fraction).problems(data.seq_len))
+    if data.is_pairs:
         problems = split_pairs(text, data.val_fraction).problems(data.seq_len)
-        return [*problems, *pair_problems(text, data.seq_len)]
+        return [*problems, *pair_problems(text, data.seq_len, ahead=int(data.is_preference))]
     if data.is_embedding:
         return list(split_groups(text, data.val_fraction).problems(data.seq_len))
     return list(split_documents(text, data.val_fraction).problems(data.seq_len))
@@ -108,7 +119,7 @@ def unused_keys(config: RunConfig) -> list[str]:
     """
     notes: list[str] = []
     for key, data in text_parts(config).items():
-        source = text_source(data)
+        source = text_source(config, data)
         tally = Tally()
         folder = tokenizer_file(Path(source.tokenizer)).parent
         try:

@@ -11,6 +11,7 @@ places.bin     float64 in [0, 1): a hash of each document's text, by which split
 counted.bin    uint8, where prompts do not count: 1 for a token that counts in the loss,
                2 for one of an answer that was called bad
 prompts.bin    int64, with counted.bin: for each document the tokens before the first that counts
+labels.bin     int64, of rows with labels: of each document, or of each token where words have them
 meta.json      numbers, names of the files, which documents came from which, and checksums
 
 Long arrays are written as they are made, and mapped, so memory does not grow with the files.
@@ -66,7 +67,8 @@ class TokenizedText:
     counted, prompts: None where every token counts. prompts: for each document the tokens before
     the first that counts. eos: id of the end of text, or None. lines: the line or row of each
     document in its file. documents_per_line: two where a line is a pair, whose chosen answer comes
-    first. tally: see `row_notes`.
+    first. tally: see `row_notes`. labels: one of each document or of each token, see
+    `labelled_rows`; None without labels.
     """
 
     folder: Path
@@ -82,6 +84,7 @@ class TokenizedText:
     mapped: tuple[MappedTensors, ...]
     documents_per_line: int = 1
     tally: Mapping[str, int] = field(default_factory=dict[str, int])
+    labels: npt.NDArray[np.int64] | None = None
 
     def check(self) -> None:
         """Check the mapped files before a read; raises DataError if one became shorter."""
@@ -245,6 +248,8 @@ def _digest(source: TextSource, files: _Files) -> str:
         digest.update(f" {source.num_negatives} negatives".encode())
     if source.today is not None:
         digest.update(f" {source.today}".encode())
+    if source.head is not None:
+        digest.update(f" {source.labels} {source.label_field} {source.multi_label}".encode())
     with ThreadPoolExecutor(usable_cpus(os.environ)) as threads:
         for content in threads.map(_content_digest, (*files.tokenizer, *files.texts)):
             digest.update(content)
@@ -283,7 +288,9 @@ def _make(source: TextSource, folder: Path, write: "_Write") -> None:
         draft.mkdir()
         try:
             with ExitStack() as stack:
-                writer = _Writer(draft, encoder.dtype, stack, masks=source.has_prompts)
+                optional = ("counted", "prompts") if source.has_prompts else ()
+                optional += ("labels",) if source.head is not None else ()
+                writer = _Writer(draft, stack, optional)
                 origins = write(encoder, writer)
             if not writer.num_tokens:
                 raise DataError(f"{source.path} holds no token; put texts there")
@@ -315,13 +322,13 @@ def _written_s(draft: Path) -> float:
 class _Writer:
     """Writes the long files of an entry in `folder`; `stack` closes them.
 
-    masks: some tokens may not count, so write which.
+    optional: files beside those that every entry has.
     """
 
-    def __init__(self, folder: Path, dtype: np.dtype, stack: ExitStack, *, masks: bool):
+    def __init__(self, folder: Path, stack: ExitStack, optional: Sequence[str]):
         self.num_tokens = self.num_documents = 0
         self.tally = Tally()
-        names = ("tokens", "ends", "places", "lines", *(("counted", "prompts") if masks else ()))
+        names = ("tokens", "ends", "places", "lines", *optional)
         self._files = {n: stack.enter_context((folder / f"{n}.bin").open("xb")) for n in names}
         self._checksums = {name: new_checksum() for name in names}
         self._sizes = dict.fromkeys(names, 0)
@@ -336,7 +343,7 @@ class _Writer:
         ends = self.num_tokens + np.cumsum(batch.lengths)
         parts = {"tokens": batch.ids, "ends": ends, "places": batch.places}
         parts["lines"] = number + 1 + batch.lines
-        parts |= {"counted": batch.counted, "prompts": batch.prompts}
+        parts |= {"counted": batch.counted, "prompts": batch.prompts, "labels": batch.labels}
         for name, file in self._files.items():
             data = np.ascontiguousarray(parts[name]).view(np.uint8).data
             file.write(data)
@@ -427,6 +434,7 @@ def _load(folder: Path) -> TokenizedText:
         types = {"tokens": meta["dtype"], "ends": "int64", "places": "float64", "lines": "int64"}
         if (folder / "counted.bin").exists():
             types |= {"counted": "uint8", "prompts": "int64"}
+        types |= {"labels": "int64"} if (folder / "labels.bin").exists() else {}
         paths = {name: folder / f"{name}.bin" for name in types}
         # the rest is read once, here; these are read in every step
         mapped = tuple(MappedTensors.of(paths[n]) for n in ("tokens", "counted") if n in paths)
@@ -460,6 +468,7 @@ def _load(folder: Path) -> TokenizedText:
         eos=eos,
         files=files,
         lines=arrays["lines"],
+        labels=arrays.get("labels"),
         mapped=mapped,
         documents_per_line=int(meta.get("documents_per_line", 1)),
         tally=tally,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchdistpackage.config.data_section import EMBEDDING, PREFERENCE, UNPAIRED
+from torchdistpackage.config.data_section import EMBEDDING, UNPAIRED
 from torchdistpackage.config.hugging_face import special_tokens, tokenizer_file, vocabulary_size
 from torchdistpackage.config.text_ends import TextEnds, end_of_text
 from torchdistpackage.data.tokens.chat import ChatTemplate
@@ -34,6 +34,7 @@ from torchdistpackage.data.tokens.documents import (
     text_document,
 )
 from torchdistpackage.data.tokens.labelled_answers import AnswerReader
+from torchdistpackage.data.tokens.labelled_rows import IGNORE, LabelReader
 from torchdistpackage.data.tokens.preference_pairs import PairReader
 from torchdistpackage.data.tokens.row_notes import Tally, count_unused
 from torchdistpackage.data.tokens.text_groups import TextGroupReader
@@ -52,7 +53,8 @@ class EncodedBatch(NamedTuple):
 
     With problems there are no documents. num_letters: letters of all texts. lines: for each
     document, the lines of the batch before its own. lengths: tokens of each. counted, prompts:
-    None where every token counts. tally: see `row_notes`.
+    None where every token counts. labels: one of each document or, where words have them, of each
+    token; None without labels. tally: see `row_notes`.
     """
 
     num_lines: int
@@ -64,6 +66,7 @@ class EncodedBatch(NamedTuple):
     places: npt.NDArray[np.float64]
     counted: npt.NDArray[np.uint8] | None
     prompts: npt.NDArray[np.int64] | None
+    labels: npt.NDArray[np.int64] | None
     tally: dict[str, int]
 
 
@@ -154,10 +157,13 @@ class DocumentEncoder:
     def _encoded(self, documents: list[Document], where: str):
         """Return the arrays of an `EncodedBatch`, with bos and eos around each document."""
         spans = [x.learned for x in documents]
-        has_spans = any(x is not None for x in spans)
+        head = self._source.head
+        has_words = head is not None and head.is_of_tokens
+        has_spans = has_words or any(x is not None for x in spans)
         texts = self._tokens([x.prompt + x.text for x in documents], where, offsets=has_spans)
         ids: list[list[int]] = []
         counted: list[npt.NDArray[np.uint8]] = []
+        labels: list[int] = []
         for document, span, text in zip(documents, spans, texts, strict=True):
             # a template has written the special tokens already
             ends = self._ends.lacking(text.ids) if document.spans is None else TextEnds()
@@ -165,17 +171,24 @@ class DocumentEncoder:
             if self._source.has_prompts:
                 counts = _counted(text, span, ends)
                 counted.append(counts if document.is_desirable else counts * UNDESIRABLE)
+            if has_words:
+                labels += [IGNORE] * len(ends.bos)
+                labels += labels_of_tokens(text.offsets, document.words, document.labels)
+                labels += [IGNORE] * len(ends.eos)
+            else:
+                labels += document.labels
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
         flat = np.fromiter(chain.from_iterable(ids), self.dtype, int(lengths.sum()))
         per_line = self._source.documents_per_line
         # both answers of a pair have the place of the first, so a split keeps them together
         hashes = [_place(documents[i - i % per_line]) for i in range(len(documents))]
         places = np.asarray(hashes, np.float64)
+        all_labels = None if head is None else np.asarray(labels, np.int64)
         if not self._source.has_prompts:
-            return flat, lengths, places, None, None
+            return flat, lengths, places, None, None, all_labels
         firsts = [int(x.argmax()) if x.any() else len(x) for x in counted]
         mask = np.concatenate([np.zeros(0, np.uint8), *counted])
-        return flat, lengths, places, mask, np.asarray(firsts, np.int64)
+        return flat, lengths, places, mask, np.asarray(firsts, np.int64), all_labels
 
     def _tokens(self, texts: list[str], where: str, *, offsets: bool) -> Sequence[Any]:
         """Encode texts with the library; leaving out offsets saves a tenth of the time."""
@@ -196,7 +209,7 @@ def row_reader(source: TextSource, folder: Path, tally: Tally) -> Reader:
         DataError: the folder has no chat template for chats.
     """
     today = date.fromisoformat(source.today) if source.today else date.today()
-    if source.kind == PREFERENCE:
+    if source.is_pairs:
         reader: Reader = PairReader(folder, today, tally)
     elif source.kind == UNPAIRED:
         reader = AnswerReader(folder, today, tally)
@@ -211,6 +224,8 @@ def row_reader(source: TextSource, folder: Path, tally: Tally) -> Reader:
         reader = read_chat
     else:
         reader = partial(text_document, field=source.field)
+    if source.head is not None:
+        reader = LabelReader(source, reader)
 
     def counting_reader(value: dict[str, Any], where: str) -> Document | AnswerPair | TextGroup:
         documents = reader(value, where)
@@ -268,6 +283,26 @@ def _within(
     for first, last in spans:
         inside |= (begin < last) & (np.maximum(end, begin + 1) > first)
     return inside
+
+
+def labels_of_tokens(
+    offsets: Sequence[tuple[int, int]],
+    words: Sequence[tuple[int, int]],
+    labels: Sequence[int],
+) -> list[int]:
+    """Return the label of each token: the first one of a word has the word's, all others `IGNORE`.
+
+    offsets: characters of each token, in order. words: those of each word.
+    """
+    of_tokens, token = [IGNORE] * len(offsets), 0
+    for (first, last), label in zip(words, labels, strict=True):
+        # a token that lies before the word, or has the end of the one before it
+        while token < len(offsets) and max(offsets[token][1], offsets[token][0] + 1) <= first:
+            token += 1
+        if token < len(offsets) and offsets[token][0] < last:
+            of_tokens[token] = label
+            token += 1
+    return of_tokens
 
 
 def _place(document: Document) -> float:

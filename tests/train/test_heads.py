@@ -1,0 +1,194 @@
+"""Heads under every layout are transformers' own models and losses in one process."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.data.texts import save_lines
+from tests.train import parity
+from tests.train.head_ranks import (
+    BASE,
+    ENDING,
+    KEYS,
+    NAMES,
+    data_keys,
+    expected_values,
+    of_folder,
+    of_transformers,
+    rows_of,
+    save_head,
+    trained,
+)
+from tests.train.test_preference import LAYOUTS
+from tests.train.test_transformers import MODELS
+from torchdistpackage.data.tokens.texts import wrong_texts
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.plan.run_plan import make_plan
+from torchdistpackage.train import head_metrics
+
+CONFIG = {**MODELS["llama"], "vocab_size": 300, "num_hidden_layers": 4}
+CONFIG |= {"pad_token_id": 0, "classifier_dropout": 0.0}
+
+FULL = (pytest.mark.full,)
+
+
+@pytest.fixture(scope="session")
+def heads(ranks, tmp_path_factory):
+    """(overrides, what transformers says) of a kind of task, each made once."""
+    made: dict[str, tuple[list[str], tuple]] = {}
+
+    def of(kind: str) -> tuple[list[str], tuple]:
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            num = 1 if kind in ("regression", "reward") else len(NAMES)
+            ending = ENDING.get(kind, "ForSequenceClassification")
+            ranks(1).run(save_head, CONFIG, str(folder / "model"), ending, num)
+            overrides = [*data_keys(kind, folder), f"model.hf={folder / 'model'}"]
+            made[kind] = overrides, ranks(1).run(of_transformers, kind, overrides)[0]
+        return made[kind]
+
+    return of
+
+
+SMALL = [
+    ("classification", "pipe2xtensor2"),
+    ("weighted", "context2"),
+    ("multi_label", "data2-zero2"),
+    ("regression", "context2xpipe2"),
+    ("token_classification", "data2-zero3"),
+    ("reward", "context2"),
+]
+CASES = dict.fromkeys([*SMALL, *((kind, layout) for kind in KEYS for layout in LAYOUTS)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [pytest.param(*x, marks=() if x in SMALL else FULL) for x in CASES]
+)
+def test_three_steps_are_those_of_transformers(ranks, heads, kind, layout):
+    overrides, (truth, val, outputs, labels) = heads(kind)
+    values = expected_values(kind, outputs, labels)
+    size, changes = LAYOUTS[layout]
+    found = ranks(size).run(trained, [*overrides, *changes])
+    for step, expected in enumerate(truth.gradients):
+        parity.expect_close([mine.gradients[step] for mine, *_ in found], [expected])
+    parity.expect_close([mine.weights for mine, *_ in found], [truth.weights])
+    for mine, logged, mine_val, mine_values in found:
+        assert mine.losses == pytest.approx(truth.losses, rel=1e-9)
+        assert mine_val == pytest.approx(val, rel=1e-9)
+        assert mine_values == pytest.approx(values, rel=1e-9)
+        assert logged == found[0][1]
+    if kind != "token_classification":
+        assert {x["tokens"] for x in found[0][1]} == {4}, "of weighted classes these, not weights"
+
+
+def test_a_language_model_begins_with_a_new_head_and_comes_back_from_an_export(
+    tdp, ranks, tmp_path
+):
+    """It is the same on each layout; transformers makes of the export what `tdp eval` says."""
+    ranks(1).run(save_head, CONFIG, str(tmp_path / "model"), None, 0)
+    keys = [*data_keys("classification", tmp_path), f"model.hf={tmp_path}/model"]
+    keys.append("data.labels=[red, green, blue]")
+    ((alone, *_),) = ranks(1).run(trained, keys)
+    shared = ranks(2).run(trained, [*keys, "parallel.tensor=2"])
+    assert shared[0][0].losses == pytest.approx(alone.losses, rel=1e-9)
+    (tmp_path / "run.yaml").write_text(f"run: {{dir: {tmp_path}/runs, name: r}}")
+    words = [x for x in (*BASE, *keys) if not x.startswith(("train.dpo", "model.vocab"))]
+    words += ["checkpoint.save_every=5", "log.plot=false", "log.report=false"]
+    code, said = tdp(["train", str(tmp_path / "run.yaml"), *words, "parallel.data=2"])
+    assert code == 0, said
+    last = json.loads((tmp_path / "runs/r/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["tokens"] == 20 and {"accuracy", "eval_accuracy", "eval_f1_macro"} <= last.keys()
+    path, run = tmp_path / "rows.jsonl", str(tmp_path / "runs/r")
+    code, said = tdp(["eval", run, "--data", str(path), "--json", "--pipe", "2"])
+    assert code == 0, said
+    result = json.loads(said)
+    code, said = tdp(["export", run, str(tmp_path / "out")])
+    assert code == 0, said
+    section = parity.config([*BASE, *keys])
+    found = ranks(1).run(of_folder, str(tmp_path / "out"), [*BASE, *keys])[0]
+    assert section.data.labels == NAMES
+    assert result["loss"] == pytest.approx(found["loss"], rel=1e-6)
+    assert result["accuracy"] == found["accuracy"] and result["tokens"] == 30
+    code, said = tdp(["generate", run, "--prompt", "x"])
+    assert code == 2 and "data.name=classification" in said
+
+
+WRONG = [
+    ("classification", {"text": "a", "label": "pink"}, ("'pink'", "3 classes", "red, green, blue")),
+    ("classification", {"text": "a", "label": 3}, ("label is 3", "3 classes")),
+    ("classification", {"text": "a"}, ("no field 'label'", "data.label_field")),
+    ("classification", {"text": "", "label": "red"}, ("'text' is empty",)),
+    ("multi_label", {"text": "a", "label": "red"}, ("a str", "list")),
+    ("regression", {"text": "a", "label": "red"}, ("'red'", "finite number")),
+    ("token_classification", {"text": ["a", "b"], "label": ["red"]}, ("2 words", "1 labels")),
+    ("token_classification", {"text": "a b", "label": ["red"]}, ("text is a str", "list")),
+    ("reward", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}, ("margin", "'x'")),
+]
+
+
+@pytest.mark.parametrize(("kind", "row", "facts"), WRONG)
+def test_a_wrong_row_is_named_by_file_and_line(tmp_path, kind, row, facts):
+    keys = [*data_keys(kind, tmp_path), "data.val_fraction=0.05"]
+    keys += [] if kind in ("regression", "reward") else ["data.labels=[red, green, blue]"]
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    keys.append(f"model.hf={tmp_path}/config.json")
+    config = parity.config([*BASE, *keys])
+    path = save_lines(tmp_path / "rows.jsonl", [*rows_of(kind, 2), row])
+    (problem,) = wrong_texts(config)
+    assert str(problem).startswith("data.path") or "data.path" in str(problem)
+    assert f"{path}:3: " in str(problem)
+    for fact in facts:
+        assert fact in str(problem)
+
+
+OTHERS = [
+    ("...ForTokenClassification", 3, [], ("ForTokenClassification", "each token")),
+    ("...ForSequenceClassification", 5, [], ("5 outputs", "3 data.labels")),
+    ("...ForSequenceClassification", 3, ["data.class_weights=[1, 2]"], ("2", "3")),
+    ("...ForCausalLM", 0, ["data.labels=[]"], ("data.labels", "no class")),
+]
+
+
+@pytest.mark.parametrize(("ending", "num", "changes", "facts"), OTHERS)
+def test_a_folder_of_another_kind_is_refused(tmp_path, ending, num, changes, facts):
+    transformers = pytest.importorskip("transformers")
+    ids = {str(i): f"LABEL_{i}" for i in range(num)}
+    made = transformers.CONFIG_MAPPING["llama"].from_dict({**CONFIG, "id2label": ids})
+    made.architectures = [ending.replace("...", "Llama")]
+    made.save_pretrained(tmp_path / "model")
+    keys = [*data_keys("classification", tmp_path), f"model.hf={tmp_path}/model/config.json"]
+    given = [*BASE, *keys, "data.labels=[red, green, blue]", *changes]
+    with pytest.raises(ConfigError) as error:
+        make_plan(parity.config(given), 1)
+    for fact in facts:
+        assert fact in str(error.value)
+
+
+@pytest.mark.full
+def test_metrics_are_those_of_scikit_learn():
+    sklearn = pytest.importorskip("sklearn.metrics", reason="scikit-learn is no dependency")
+    drawn = np.random.default_rng(0)
+    for num, size in ((2, 6), (3, 40), (7, 300)):
+        logits = drawn.normal(size=(size, num)).round(1)
+        classes, sets = drawn.integers(0, num, size), drawn.integers(0, 2, (size, num))
+        found = head_metrics.of_classes(logits.argmax(1), classes, num)
+        found |= head_metrics.areas(logits, classes)
+        shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+        scores = shares[:, 1] if num == 2 else shares
+        expected = {
+            "accuracy": sklearn.accuracy_score(classes, logits.argmax(1)),
+            "f1_macro": sklearn.f1_score(classes, logits.argmax(1), average="macro"),
+            "auc": sklearn.roc_auc_score(classes, scores, multi_class="ovr"),
+        }
+        if num == 2:
+            expected["f1"] = sklearn.f1_score(classes, logits.argmax(1))
+        assert found == pytest.approx(expected)
+        assert head_metrics.of_label_sets(logits, sets) == pytest.approx(
+            {
+                "accuracy": sklearn.accuracy_score(sets, logits > 0),
+                "f1": sklearn.f1_score(sets, logits > 0, average="micro"),
+                "f1_macro": sklearn.f1_score(sets, logits > 0, average="macro"),
+                "auc": sklearn.roc_auc_score(sets, logits),
+            }
+        )

@@ -1,0 +1,250 @@
+"""The losses of heads for sequences and tokens, and the metrics of their validations.
+
+A head gives logits at every position, and a target stands where one counts: at the last token of a
+sequence that is no padding, as transformers pools, or at the first token of each word. So any rank
+can add up the losses of its part of a sequence. `IGNORE` is at all other positions.
+
+Sums over samples travel with the numbers of a step. A validation gathers the outputs of all its
+samples once, and rank 0 computes what is no mean, such as the area under a curve.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.autograd import Reduce, apply
+from torchdistpackage.comm.primitives import Group
+from torchdistpackage.config.head_tasks import ModelHead
+from torchdistpackage.data.source import IGNORE
+from torchdistpackage.parallel.pipeline.executor import Executor
+from torchdistpackage.train import head_metrics
+from torchdistpackage.train.head_metrics import Array
+from torchdistpackage.train.staged_model import MicrobatchLoss, StagedModel
+from torchdistpackage.train.task import Run, TaskLoss
+
+
+class HeadLoss(TaskLoss):
+    """Base class of the losses of heads. context: the ranks that share each sequence.
+
+    class_weights: of the loss of each class; () for equal ones. center: the factor of the squared
+    sum of a pair's rewards.
+    """
+
+    shown: ClassVar[tuple[str, ...]] = ("accuracy",)
+    """The values on a log line."""
+
+    def __init__(
+        self,
+        head: ModelHead,
+        device: torch.device,
+        context: Group,
+        *,
+        class_weights: Sequence[float] = (),
+        center: float = 0.0,
+    ):
+        super().__init__(device)
+        self._head, self._context, self._center = head, context, center
+        weights = torch.tensor(class_weights, dtype=torch.float64, device=device)
+        self._weights = weights if class_weights else None
+        self._kept: list[tuple[Array, Array]] | None = None
+
+    def loss_of(
+        self,
+        model: StagedModel,
+        executor: Executor,
+        run: Run,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+    ) -> MicrobatchLoss:
+        """See `TaskLoss`; nothing runs before the model."""
+
+        def loss(outputs: Tensor, targets: Tensor, m: int) -> tuple[Tensor, Tensor]:
+            # in float32 at least, as losses are; float64 stays
+            outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
+            return self._loss(outputs, targets, model.tells_loss)
+
+        return loss
+
+    def _loss(self, outputs: Tensor, targets: Tensor, tells: bool) -> tuple[Tensor, Tensor]:
+        """Return (sum of losses, count). outputs (B, S, K), targets (B, S). tells: this rank
+        reports the loss of its part of the sequences, and so the sums.
+        """
+        raise NotImplementedError
+
+    def text(self, means: Mapping[str, float]) -> str:
+        """See `TaskLoss`."""
+        shown = ((name, means[name]) for name in self.shown if name in means)
+        return "  ".join(f"{name} {value:.4f}" for name, value in shown)
+
+    def num_samples(self, sums: Sequence[float], count: float) -> int:
+        """See `TaskLoss`; the first sum is the number of labels."""
+        return round(sums[0])
+
+    def begin_validation(self) -> None:
+        """See `TaskLoss`."""
+        self._kept = []
+
+    def _keep(self, outputs: Tensor, labels: Tensor) -> None:
+        """Keep outputs (N, K) and labels (N,) of a validation."""
+        if self._kept is not None:
+            self._kept.append((outputs.detach().double().cpu().numpy(), labels.cpu().numpy()))
+
+    def end_validation(self, group: Group) -> Mapping[str, float]:
+        """See `TaskLoss`."""
+        kept, self._kept = self._kept or [], None
+        own = tuple(np.concatenate(x) for x in zip(*kept, strict=True)) if kept else None
+
+        def metrics(ranks: list[object]) -> object:
+            parts = [cast(tuple[Array, Array], x) for x in ranks if x is not None]
+            if not parts:
+                return {}
+            outputs, labels = (np.concatenate(x) for x in zip(*parts, strict=True))
+            return self._metrics(outputs, labels)
+
+        return cast(dict[str, float], primitives.reduce_objects(own, metrics, group))
+
+    def _metrics(self, outputs: Array, labels: Array) -> dict[str, float]:
+        """Return the metrics of all samples of a validation."""
+        return {}
+
+
+class ClassLoss(HeadLoss):
+    """Cross entropy of classes, of sequences or of words; with several classes a text, the binary
+    cross entropy of each, as transformers computes them.
+    """
+
+    def __init__(
+        self,
+        head: ModelHead,
+        device: torch.device,
+        context: Group,
+        *,
+        class_weights: Sequence[float] = (),
+        center: float = 0.0,
+    ):
+        if class_weights and not head.multi_label:
+            # a mean does not depend on their scale, and a count below 1 would be none
+            class_weights = [x / min(class_weights) for x in class_weights]
+        super().__init__(head, device, context, class_weights=class_weights, center=center)
+        if head.task.is_of_tokens:
+            self.unit = "words"
+
+    def _loss(self, outputs: Tensor, targets: Tensor, tells: bool) -> tuple[Tensor, Tensor]:
+        counts = targets != IGNORE
+        weights = None if self._weights is None else self._weights.to(outputs)
+        if self._head.multi_label:
+            wanted = bits_of(targets, outputs.shape[-1]).to(outputs)
+            losses = F.binary_cross_entropy_with_logits(
+                outputs, wanted, pos_weight=weights, reduction="none"
+            )
+            # not a product, which would carry what is not finite of padding along
+            total = torch.where(counts.unsqueeze(-1), losses, 0.0).sum()
+            count, right = counts.sum() * outputs.shape[-1], ((outputs > 0) == (wanted > 0)).all(-1)
+        else:
+            total = F.cross_entropy(
+                outputs.flatten(0, 1),
+                targets.flatten(),
+                weights,
+                ignore_index=IGNORE,
+                reduction="sum",
+            )
+            count, right = counts.sum(), outputs.argmax(-1) == targets
+            if weights is not None:
+                count = (weights[targets.clamp(min=0)] * counts).sum()
+        if tells:
+            self.add([counts.sum(), (right & counts).sum()])
+            if self._kept is not None:
+                found = outputs[counts]
+                if self._head.task.is_of_tokens:  # of which there are many
+                    found = found.argmax(-1, keepdim=True)
+                self._keep(found, targets[counts])
+        return total, count
+
+    def means(self, sums: Sequence[float], count: float) -> Mapping[str, float]:
+        """See `TaskLoss`."""
+        return {"accuracy": sums[1] / max(sums[0], 1)}
+
+    def _metrics(self, outputs: Array, labels: Array) -> dict[str, float]:
+        if self._head.multi_label:
+            wanted = (labels[:, None] >> np.arange(outputs.shape[1])) & 1
+            return head_metrics.of_label_sets(outputs, wanted)
+        if self._head.task.is_of_tokens:
+            return head_metrics.of_classes(outputs[:, 0], labels, self._head.num_outputs)
+        predicted = outputs.argmax(1)
+        values = head_metrics.of_classes(predicted, labels, self._head.num_outputs)
+        return values | head_metrics.areas(outputs, labels)
+
+
+class SquaredLoss(HeadLoss):
+    """Squared error of one number."""
+
+    shown = ("mse", "mae", "pearson")
+
+    def _loss(self, outputs: Tensor, targets: Tensor, tells: bool) -> tuple[Tensor, Tensor]:
+        counts, found = targets != IGNORE, outputs.squeeze(-1)
+        wanted = targets.view(torch.float64).to(found)
+        errors = torch.where(counts, found - wanted, 0.0)
+        if tells:
+            self.add([counts.sum(), errors.abs().sum(), errors.square().sum()])
+            if self._kept is not None:
+                self._keep(outputs[counts], targets[counts])
+        return errors.square().sum(), counts.sum()
+
+    def means(self, sums: Sequence[float], count: float) -> Mapping[str, float]:
+        """See `TaskLoss`."""
+        number = max(sums[0], 1)
+        return {"mae": sums[1] / number, "mse": sums[2] / number}
+
+    def _metrics(self, outputs: Array, labels: Array) -> dict[str, float]:
+        return head_metrics.correlations(outputs[:, 0], labels.view(np.float64))
+
+
+class RewardLoss(HeadLoss):
+    """The loss of a pair of answers with a reward each: `-log sigmoid(chosen - rejected - margin)`,
+    and trl's pull of both towards a sum of 0.
+
+    Row 2 i is chosen, row 2 i + 1 rejected. Ranks that share sequences add up the rewards, which
+    one of them has each, and all have the same loss then, which the first of them reports.
+    """
+
+    unit = "pairs"
+    shown = ("accuracy", "margin")
+
+    def _loss(self, outputs: Tensor, targets: Tensor, tells: bool) -> tuple[Tensor, Tensor]:
+        there = targets != IGNORE
+        rewards = torch.where(there, outputs.squeeze(-1), 0.0).sum(1)
+        margins = torch.where(there, targets, 0).sum(1).view(torch.float64).to(rewards)
+        numbers = torch.stack([rewards, margins, there.sum(1).to(rewards)])
+        if self._context.size() > 1:
+            numbers = apply(Reduce(self._context), numbers)
+        (rewards, margins, number), count = numbers.unbind(), 0
+        counts = number[::2] > 0
+        chosen, rejected = rewards[::2], rewards[1::2]
+        losses = -F.logsigmoid(chosen - rejected - margins[::2])
+        losses = losses + self._center * (chosen + rejected).square()
+        total, count = torch.where(counts, losses, 0.0).sum(), counts.sum()
+        if self._context.rank() > 0:
+            return total - total.detach(), torch.zeros_like(count)
+        if tells:
+            values = (chosen > rejected, chosen - rejected, chosen + rejected)
+            self.add([count, *((x * counts).sum() for x in values)])
+        return total, count
+
+    def means(self, sums: Sequence[float], count: float) -> Mapping[str, float]:
+        """See `TaskLoss`; the names are those of trl's RewardTrainer."""
+        number = max(sums[0], 1)
+        return {
+            "accuracy": sums[1] / number,
+            "margin": sums[2] / number,
+            "mean_reward": sums[3] / (2 * number),
+        }
+
+
+def bits_of(targets: Tensor, number: int) -> Tensor:
+    """Return 0 or 1 (..., number) for labels (...) int64 with a bit for each of so many classes."""
+    return (targets.unsqueeze(-1) >> torch.arange(number, device=targets.device)) & 1

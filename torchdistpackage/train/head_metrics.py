@@ -1,0 +1,96 @@
+"""Metrics of predictions on all samples of a validation, as scikit-learn defines them."""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.generic]
+
+
+def of_classes(predicted: npt.NDArray, labels: npt.NDArray, num_classes: int) -> dict[str, float]:
+    """Return accuracy and F1. predicted, labels (N,): numbers of classes.
+
+    `f1_macro` is the mean over the classes that occur in either, `f1` of two classes that of the
+    second one.
+    """
+    predicted, labels = predicted.astype(np.int64), labels.astype(np.int64)
+    counts = np.bincount(labels * num_classes + predicted, minlength=num_classes**2)
+    table = counts.reshape(num_classes, num_classes).astype(np.float64)
+    right, wanted, found = np.diagonal(table), table.sum(1), table.sum(0)
+    occurs = wanted + found > 0
+    scores = _f1(right, wanted, found)
+    values = {"accuracy": float(right.sum() / max(table.sum(), 1))}
+    if num_classes == 2:
+        values["f1"] = float(scores[1])
+    return values | {"f1_macro": float(scores[occurs].mean()) if occurs.any() else 0.0}
+
+
+def of_label_sets(scores: npt.NDArray, labels: npt.NDArray) -> dict[str, float]:
+    """Return metrics of several classes a sample. scores (N, K): logits; labels (N, K): 0 or 1.
+
+    `accuracy` is that of whole sets, and `auc` the mean over classes that some samples have and
+    some have not.
+    """
+    found = scores > 0
+    wanted = labels > 0
+    right = (found & wanted).sum(0).astype(np.float64)
+    sums = wanted.sum(0).astype(np.float64), found.sum(0).astype(np.float64)
+    every = _f1(right.sum(keepdims=True), *(x.sum(keepdims=True) for x in sums))
+    values = {
+        "accuracy": float((found == wanted).all(1).mean()),
+        "f1": float(every[0]),
+        "f1_macro": float(_f1(right, *sums).mean()),
+    }
+    areas = [area_under_curve(scores[:, k], wanted[:, k]) for k in range(scores.shape[1])]
+    defined = [x for x in areas if x is not None]
+    return values | ({"auc": float(np.mean(defined))} if defined else {})
+
+
+def areas(logits: npt.NDArray, labels: npt.NDArray) -> dict[str, float]:
+    """Return the area under the ROC curve of logits (N, K): of two classes that of the second one,
+    else the mean of each class against all others. {}: a class has all samples, or none.
+    """
+    odds = logits - logits.max(1, keepdims=True)
+    shares = np.exp(odds) / np.exp(odds).sum(1, keepdims=True)
+    classes = (1,) if logits.shape[1] == 2 else range(logits.shape[1])
+    values = [area_under_curve(shares[:, k], labels == k) for k in classes]
+    known = [x for x in values if x is not None]
+    return {"auc": float(np.mean(known))} if len(known) == len(values) else {}
+
+
+def area_under_curve(scores: npt.NDArray, positive: npt.NDArray) -> float | None:
+    """Return the share of pairs of a positive and a negative sample whose positive one has the
+    larger score, ties by half: the area under the ROC curve (Mann and Whitney, 1947).
+    """
+    num_positive = int(positive.sum())
+    num_negative = len(positive) - num_positive
+    if not num_positive or not num_negative:
+        return None
+    above = ranks(scores)[positive].sum() - num_positive * (num_positive + 1) / 2
+    return float(above / (num_positive * num_negative))
+
+
+def correlations(found: npt.NDArray, wanted: npt.NDArray) -> dict[str, float]:
+    """Return the correlations of two rows of numbers (N,); {} where one is constant."""
+    values = {"pearson": _pearson(found, wanted), "spearman": _pearson(ranks(found), ranks(wanted))}
+    return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+def ranks(values: npt.NDArray) -> npt.NDArray[np.float64]:
+    """Return the rank of each value from 1, equal values with the mean of theirs."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last = counts.cumsum()
+    return (last - (counts - 1) / 2)[inverse]
+
+
+def _pearson(x: npt.NDArray, y: npt.NDArray) -> float:
+    x, y = x - x.mean(), y - y.mean()
+    size = float(np.sqrt((x * x).sum() * (y * y).sum()))
+    return float((x * y).sum()) / size if size else math.nan
+
+
+def _f1(right: npt.NDArray, wanted: npt.NDArray, found: npt.NDArray) -> npt.NDArray[np.float64]:
+    """Return 2 right / (wanted + found), and 0 where nothing is either."""
+    both = wanted + found
+    return 2 * right / np.where(both == 0, 1, both)
