@@ -121,3 +121,15 @@ def _batch(section: RunConfig, split: str, step: int) -> tuple[Tensor, Tensor]:
     data = build_data(make_plan(section, 1))
     num = section.data.global_batch * section.data.rows_per_sample
     return data.batch(split, section.run.seed, step, 0, 1, num)[:2]
+
+
+def own_embeddings(overrides: list[str]):
+    """(ids of the rows of the first step, their embeddings) by the loss of a run."""
+    run = trainer(overrides)
+    batch = run.batches.of_training(1, 0)
+    with everywhere_float64(), torch.no_grad():
+        hidden = run.forward(0, batch.inputs)
+        vectors, _ = run.task._embedded(hidden, batch.targets)
+    section = parity.config(overrides).train.embedding
+    torch.testing.assert_close(vectors, pooled(hidden, batch.targets >= 0, section.pooling))
+    return batch.inputs, vectors
