@@ -5,6 +5,10 @@ count). A mean is weighted by the samples of its micro-batch. A sum is divided b
 micro-batches and replicas. These are known only after the last forward, so gradients are first
 those of the sum, and `LossDivision` divides what the step has added to them. Both kinds are kept
 as [sum, count] in float64, a mean with the count 1.
+
+`tdp train` uses `Losses` alone: its one all-reduce (train/step_stats.py) carries the loss to all
+ranks, and its update (train/update.py) divides. `LossDivision` and `LossBroadcast` do both for
+`Pipeline`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
