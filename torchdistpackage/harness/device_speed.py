@@ -119,19 +119,19 @@ def _attention_s() -> tuple[float, float]:
     host, (tokens, samples, heads, width) = torch.device("cpu"), _ATTENTION
     flops = 2.0 * tokens * tokens * samples * heads * width
     # (S, B, H, D), as a model without transposed copies has them
-    inputs = [
+    q, k, v = (
         torch.randn(tokens, samples, heads, width).permute(1, 2, 0, 3).requires_grad_()
         for _ in range(3)
-    ]
+    )
 
     def there() -> Tensor:
-        return F.scaled_dot_product_attention(*inputs, is_causal=True)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     result = there()
     gradient = torch.ones_like(result)
 
     def back() -> None:
-        torch.autograd.grad(result, inputs, gradient, retain_graph=True)
+        torch.autograd.grad(result, (q, k, v), gradient, retain_graph=True)
 
     return _median_s(there, host) / flops, _median_s(back, host) / (2.5 * flops)
 
