@@ -142,6 +142,25 @@ def test_a_wrong_row_is_named_by_file_and_line(tmp_path, kind, row, facts):
         assert fact in str(problem)
 
 
+LABELS = [
+    ("classification", "/red", "/green"),
+    ("multi_label", "/none", "/red+green"),
+    ("regression", "/-1\n", "/2.14286\n"),
+    ("reward", "/0.25", "/0.5"),
+]
+
+
+@pytest.mark.parametrize(("kind", "first", "second"), LABELS)
+def test_samples_are_shown_with_their_labels(tdp, tmp_path, kind, first, second):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "run.yaml").write_text("data: {seq_len: 32}")
+    labels = ["data.labels=[red, green, blue]"] * (kind in ("classification", "multi_label"))
+    keys = [x for x in data_keys(kind, tmp_path) if x not in ("train.dpo={}", "model.vocab=300")]
+    keys += [f"model.hf={tmp_path}/config.json", "data.global_batch=16", *labels]
+    code, said = tdp(["data", "show", str(tmp_path / "run.yaml"), *keys, "--number", "16"])
+    assert code == 0 and first in said and second in said, said
+
+
 OTHERS = [
     ("...ForTokenClassification", 3, [], ("ForTokenClassification", "each token")),
     ("...ForSequenceClassification", 5, [], ("5 outputs", "3 data.labels")),

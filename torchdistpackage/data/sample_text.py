@@ -4,7 +4,7 @@ It reads the tensors of a batch alone, so it shows the samples of every source o
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -104,8 +104,13 @@ def sample_rows(batch: DataBatch) -> Iterator[SampleRow]:
         yield SampleRow(documents, inputs.shape[1], trained, number, target)
 
 
-def row_text(row: SampleRow, codec: TokenCodec | None, marks: SampleMarks) -> Iterator[str]:
-    """Yield the lines of a row. codec: None writes numbers of tokens."""
+def row_text(
+    row: SampleRow,
+    codec: TokenCodec | None,
+    marks: SampleMarks,
+    label_text: Callable[[int], str] = str,
+) -> Iterator[str]:
+    """Yield the lines of a row. codec: None writes numbers of tokens. label_text: of a label."""
     for number, document in enumerate(row.documents, 1):
         if len(row.documents) > 1:
             yield f"document {number}, {len(document.ids)} tokens:".join(marks.heading)
@@ -114,7 +119,7 @@ def row_text(row: SampleRow, codec: TokenCodec | None, marks: SampleMarks) -> It
             around = marks.ignored if label is None else marks.trained
             # a mark on each line: a terminal's pager begins each line without colour
             shown = "\n".join(x.join(around) if x else x for x in piece.split("\n"))
-            text += shown if label is None or label is True else f"{shown}/{label}"
+            text += shown if label is None or label is True else f"{shown}/{label_text(label)}"
         yield text
         if document.num_padding:
             yield f"[{document.num_padding} tokens of padding]".join(marks.ignored)

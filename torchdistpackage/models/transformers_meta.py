@@ -232,7 +232,7 @@ def score_all_positions(model: Any) -> None:
         return SequenceClassifierOutput(logits=self.score(hidden))
 
     # a class, as a stage is a copy of the model with other modules
-    kind = type(model)
+    kind: Any = type(model)
     model.__class__ = type(kind.__name__, (kind,), {"forward": forward})
 
 

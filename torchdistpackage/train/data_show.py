@@ -3,8 +3,10 @@
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from torchdistpackage.config.head_of_run import head_of
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.data.sample_text import (
     COLOURED,
@@ -15,6 +17,7 @@ from torchdistpackage.data.sample_text import (
     sample_rows,
 )
 from torchdistpackage.data.source import DataBatch, DataSource
+from torchdistpackage.data.tokens.labelled_rows import label_text
 from torchdistpackage.data.tokens.prompts import ByteCodec, TokenCodec, TokenizerCodec
 from torchdistpackage.data.unpaired_data import without_label
 from torchdistpackage.plan.run_plan import local_procs, make_plan
@@ -44,6 +47,8 @@ def show_samples(
     per_sample = config.data.rows_per_sample
     sides = ("",) if per_sample == 1 else (", chosen", ", rejected")
     sides = ("", ", mismatched") if config.data.is_unpaired else sides
+    head = head_of(config)
+    named = str if head is None else partial(label_text, head=head)
     shares = SampleCounts()
     sources = _sources(config, data, step)
     for index, row in enumerate(_rows(config, data, step)):
@@ -52,7 +57,7 @@ def show_samples(
         if sample < number:
             heading = f"sample {sample} of step {step}, {sources[sample]}{sides[side]}"
             yield f"{heading}: {row.summary}".join(marks.heading)
-            yield from row_text(row, codec, marks)
+            yield from row_text(row, codec, marks, named)
             yield ""
     yield text_table(shares.rows(per_sample), num_left=1)
     if config.data.tokenizer is not None and not config.data.document_masks:

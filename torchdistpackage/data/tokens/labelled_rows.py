@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, cast
 
+from torchdistpackage.config.head_tasks import ModelHead
 from torchdistpackage.data.tokens.documents import (
     AnswerPair,
     Document,
@@ -30,6 +31,15 @@ _SHOWN = 8
 def number_bits(value: float) -> int:
     """Return the bits of a finite float64 as an int64."""
     return int(struct.unpack("<q", struct.pack("<d", value + 0.0))[0])
+
+
+def label_text(label: int, head: ModelHead) -> str:
+    """Return a label as a row has it: the name of its class, or names, or its number."""
+    if not head.task.has_classes:
+        return f"{struct.unpack('<d', struct.pack('<q', label))[0]:g}"
+    if head.multi_label:
+        return "+".join(x for i, x in enumerate(head.labels) if label >> i & 1) or "none"
+    return head.labels[label]
 
 
 class LabelReader:
@@ -109,8 +119,8 @@ class LabelReader:
             name = label if isinstance(label, str) else str(label).lower()
             if name in self._classes:
                 return self._classes[name]
-            by_number = isinstance(label, int) and not any(x.isdecimal() for x in names)
-            if by_number and 0 <= label < len(names):
+            by_number = not any(x.isdecimal() for x in names)
+            if isinstance(label, int) and by_number and 0 <= label < len(names):
                 return int(label)
         shown = ", ".join(names[:_SHOWN]) + f" and {len(names) - _SHOWN} more" * (
             len(names) > _SHOWN
