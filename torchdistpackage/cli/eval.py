@@ -123,6 +123,11 @@ def eval(
             f"{target} was trained on preference pairs, whose loss needs the reference model; find "
             f"it in metrics.jsonl at each validation, or give --data FILE for the loss of a text"
         )
+    if source.is_run and source.own.data.is_embedding:
+        problems.append(
+            f"{target} was trained on texts to compare (data.name: embedding), which this command "
+            f"does not measure; find recall and nDCG in metrics.jsonl at each validation"
+        )
     overridden = dict(change.split("=", 1) for change in changes if "=" in change)
     if data is None and not source.is_run and "data.path" not in overridden:
         problems.append(f"{target} names no data; give --data FILE")
