@@ -88,7 +88,8 @@ class EmbeddingDataset(PreferenceDataset):
         begin = int(text.ends[document - 1]) if document else 0
         end = int(text.ends[document])
         tokens = text.tokens[begin : min(end, begin + self.seq_len)].astype(np.int64)
-        if end - begin > self.seq_len and text.tokens[end - 1] == text.eos:
+        is_cut = end - begin > self.seq_len
+        if is_cut and text.eos is not None and text.tokens[end - 1] == text.eos:
             tokens[-1] = text.eos  # as tokenizers cut a text before they add its end
         digest = hashlib.blake2b(tokens.tobytes(), digest_size=7).digest()
         ids[: len(tokens)] = tokens

@@ -1,6 +1,6 @@
 """Rows of texts for contrastive training: an anchor, its positive, and hard negatives. No torch."""
 
-from typing import Any
+from typing import Any, cast
 
 from torchdistpackage.data.tokens.documents import Document, TextGroup, is_unicode
 from torchdistpackage.errors import DataError
@@ -24,12 +24,11 @@ class TextGroupReader:
         problems = [f"no key {key!r}" for key in (ANCHOR, POSITIVE) if key not in value]
         if problems:
             problems[-1] += f"; there are {', '.join(value) or 'none'}"
-        negatives = value.get(NEGATIVES)
-        negatives = [] if negatives is None else negatives
-        texts = {key: value[key] for key in (ANCHOR, POSITIVE) if key in value}
-        if not isinstance(negatives, list):
-            problems.append(f"{NEGATIVES} is a {type(negatives).__name__}; it has to be a list")
-        elif len(negatives) != self._number:
+        given: object = value.get(NEGATIVES)
+        texts: dict[str, Any] = {key: value[key] for key in (ANCHOR, POSITIVE) if key in value}
+        if not isinstance(given, list | None):
+            problems.append(f"{NEGATIVES} is a {type(given).__name__}; it has to be a list")
+        elif len(negatives := cast(list[object], given or [])) != self._number:
             problems.append(
                 f"{len(negatives)} {NEGATIVES}, but data.num_negatives is {self._number}; every "
                 f"line needs the same number, so add or remove some, or set num_negatives"
