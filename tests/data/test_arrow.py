@@ -67,7 +67,7 @@ def test_of_several_splits_train_is_read(tmp_path):
 def test_what_datasets_saves_is_read(tmp_path):
     datasets = pytest.importorskip("datasets", reason="datasets is no dependency: a peer")
     rows = [chat(f"ask {i}", f"reply {i}") for i in range(12)]
-    made = datasets.Dataset.from_list(rows).select(range(12))
+    made = datasets.Dataset(arrow.Table.from_pylist(rows), fingerprint="a1")
     datasets.DatasetDict({"train": made, "test": made}).save_to_disk(str(tmp_path / "saved"))
     tokenizer = save_tokenizer(tmp_path / "t")
     (tokenizer / "chat_template.jinja").write_text(CHATML)
