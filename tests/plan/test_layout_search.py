@@ -5,6 +5,7 @@ import json
 import os
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -248,3 +249,40 @@ def test_the_queue_says_when_a_run_would_be_done(tmp_path, monkeypatch, capsys):
     assert "partition gpu has 2 nodes" in text and "done first on 1 nodes" in text
     assert main(["plan", str(path), "--queue"]) == 2
     assert "goes with --search" in capsys.readouterr().err
+
+
+LLAMA = (
+    "model: {{layers: {layers}, dim: {dim}, heads: {heads}, kv_heads: 8, mlp: swiglu, norm: rms, "
+    "mlp_hidden: {hidden}, vocab: 128256, tied: false}}\n"
+    "data: {{seq_len: 8192, global_batch: {batch}}}\nprecision: {{dtype: bf16}}\n"
+)
+LLAMA_70B = LLAMA.format(layers=80, dim=8192, heads=64, hidden=28672, batch=128)
+LLAMA_405B = LLAMA.format(layers=126, dim=16384, heads=128, hidden=53248, batch=2048)
+MIXTURE = (
+    "model: {layers: 61, dim: 7168, heads: 128, mlp: swiglu, norm: rms, vocab: 129280, "
+    "tied: false, moe: {num_experts: 256, top_k: 8, hidden: 2048}}\n"
+    "data: {seq_len: 4096, global_batch: 15360}\nprecision: {dtype: bf16}\n"
+)
+SHARDED = LayoutChoice(context=2, accumulate=4, zero=3)
+DEEP = LayoutChoice(
+    8, 16, sequence_parallel=True, microbatches=32, schedule="interleaved", chunks=8, zero=2
+)
+WIDE = LayoutChoice(pipe=16, expert=16, microbatches=960, schedule="dualpipe-v", chunks=2, zero=1)
+PAGE = Path(__file__).parents[2] / "docs/which_layout.md"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("text", "ranks", "published"),
+    [(LLAMA_70B, 64, SHARDED), (LLAMA_405B, 8192, DEEP), (MIXTURE, 256, WIDE)],
+)
+def test_the_page_compares_published_layouts_with_the_best(text, ranks, published):
+    run = loads(text, "published", LayoutChoice.overrides())
+    (best,) = search(run, ranks, H100, ranks_per_node=8, number=1).found
+    for recompute in ("none", "blocks"):
+        choice = replace(published, recompute=recompute)
+        plan = make_plan(choice.of(run, ranks), ranks, ranks_per_node=8, messages=False)
+        seconds, best_s = run_time(plan, H100, 8).step.total, best.time.step.total
+        gib = peak_bytes(plan, H100) / 2**30
+        row = f"| {recompute} | {seconds:.1f} s | {gib:.0f} GiB | {best_s:.1f} s | "
+        assert row + f"{seconds / best_s:.2f} |" in PAGE.read_text()

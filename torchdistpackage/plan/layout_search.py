@@ -283,7 +283,7 @@ class _LayoutSearch:
                 continue  # make_plan refuses it
             if each.pipe * each.chunks > len(self.bounds.units.names):
                 continue  # a rule
-            if not any(self._fits(x) for x in sharded(self.run, self.world_size, each)):
+            if not self._fits(*sharded(self.run, self.world_size, each)):
                 continue
             best = replace(each, zero=3)
             placement = placement_of(each.schedule, each.pipe, each.chunks)
@@ -349,9 +349,10 @@ class _LayoutSearch:
             self.least = min(self.least or math.inf, num_bytes)
         return num_bytes <= self.limit
 
-    def _fits(self, choice: LayoutChoice) -> bool:
-        """Return whether the bytes that a rank needs at least are within its limit."""
-        return self._within(self.bounds.least_peak(choice))
+    def _fits(self, *choices: LayoutChoice) -> bool:
+        """Return whether the bytes that a rank needs at least are within its limit, of one of these
+        choices."""
+        return self._within(self.bounds.least_peak(*choices))
 
 
 class _BoundQueue:

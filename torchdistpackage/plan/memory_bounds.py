@@ -174,13 +174,15 @@ class MemoryBounds:
         samples = self.run.data.global_batch * self.run.data.rows_per_sample
         return samples // (data * choice.accumulate * choice.microbatches)
 
-    def least_peak(self, choice: LayoutChoice) -> float:
-        """Return bytes that the fullest rank does not undercut."""
+    def least_peak(self, *choices: LayoutChoice) -> float:
+        """Return bytes that the fullest rank does not undercut; of several choices, which differ in
+        their stage of ZeRO, with any of them."""
+        one = choices[0]
         needed = max(
-            self._state(choice, state) + kept
-            for state, kept in zip(self._states(choice), self._activations(choice), strict=True)
+            min(self._state(x, state) for x in choices) + kept
+            for state, kept in zip(self._states(one), self._activations(one), strict=True)
         )
-        return needed + self._communicators(choice)
+        return needed + self._communicators(one)
 
     def least_mean(self, choice: LayoutChoice) -> float:
         """Return bytes that the fullest rank does not undercut with any schedule and stage of
@@ -296,16 +298,15 @@ class MemoryBounds:
         config = config.model_copy(update={"data": data})
         plan = replace(self.base, config=config, topology=world, model=spec_of(config))
 
-        def of(*pieces: int) -> LeastBytes:
-            on_gpu = self.on_gpu
-            return least_bytes(plan, pieces, expert=choice.expert, on_gpu=on_gpu)
-
-        block, attention = of(1, 2), of(1)
-        if self.sizes.layers > 1:  # the first one has the tables of positions besides
-            attention = replace(attention, kept=of(1, 2, 3).kept - block.kept)
-            block = replace(block, kept=of(1, 2, 3, 4).kept - block.kept)
-        head = of(len(plan.pieces) - 1)
-        self._bytes[key] = _PieceBytes(block, attention, of(2), head)
+        groups = [(1, 2), (1,), (2,), (len(plan.pieces) - 1,)]
+        groups += [(1, 2, 3), (1, 2, 3, 4)] if self.sizes.layers > 1 else []
+        block, attention, mlp, head, *longer = least_bytes(
+            plan, groups, expert=choice.expert, on_gpu=self.on_gpu
+        )
+        if longer:  # the first block has the tables of positions besides
+            attention = replace(attention, kept=longer[0].kept - block.kept)
+            block = replace(block, kept=longer[1].kept - block.kept)
+        self._bytes[key] = _PieceBytes(block, attention, mlp, head)
         return self._bytes[key]
 
     def cut(self, choice: LayoutChoice) -> PlacedCut:

@@ -295,13 +295,16 @@ class LeastBytes:
     besides: float = 0.0
 
 
-def least_bytes(plan: Plan, pieces: Sequence[int], *, expert: int, on_gpu: bool) -> LeastBytes:
-    """Return what these pieces of a plan take, whose stages and layouts are not asked for. expert:
-    ranks that share the experts, of which the plan has one."""
-    one = replace(microbatch(plan, 0), expert=expert)
-    of = _stage_bytes(plan, pieces, one, on_gpu, _absent(plan, on_gpu))
-    kept = of.kept.total
-    return LeastBytes(kept, of.deferred.total, of.backward.total - kept)
+def least_bytes(
+    plan: Plan, groups: Iterable[Sequence[int]], *, expert: int, on_gpu: bool
+) -> list[LeastBytes]:
+    """Return what each group of pieces of a plan takes, whose stages and layouts are not asked for.
+    expert: ranks that share the experts, of which the plan has one."""
+    one, absent = replace(microbatch(plan, 0), expert=expert), _absent(plan, on_gpu)
+    stages = [_stage_bytes(plan, pieces, one, on_gpu, absent) for pieces in groups]
+    return [
+        LeastBytes(x.kept.total, x.deferred.total, x.backward.total - x.kept.total) for x in stages
+    ]
 
 
 def _units(layers: Sequence[LayerNumbers]) -> list[list[int]]:
