@@ -385,3 +385,11 @@ def test_copies_run_side_by_side_and_leave_nobody(tmp_path: Path, num_copies: in
         pids += own
     assert survivors(pids) == []
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
+def test_ranks_that_were_ended_are_new_ones_that_meet_elsewhere(ranks: RankPool) -> None:
+    """A file to meet at that comes again has the port of ranks that are gone."""
+    first, number = ranks(2).run(os.getpid), ranks(2)._num_stores
+    ranks.end(2)
+    assert not {*ranks(2).run(os.getpid)} & {*first}
+    assert ranks(2)._num_stores == number + 1

@@ -136,10 +136,9 @@ class RankPool:
         """End the ranks of one world, which may hold memory of a device; asked for again, it gets
         new ones.
         """
-        if (ranks := self._sets.pop(world_size, None)) is not None:
-            ranks.end()
-            if self._awake is ranks:
-                self._awake = None
+        if world_size in self._sets:
+            # the object stays: it counts the files to meet at, whose old ones have an old port
+            self._sets[world_size].end()
 
     def close(self) -> None:
         """End all ranks. Ending the interpreter, by whatever means, does so too."""
