@@ -15,7 +15,7 @@ from torchdistpackage.checkpoint.manifest import read_manifest
 from torchdistpackage.config.schema import EarlyStopSection
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.train.early_stop import EarlyStop
-from torchdistpackage.train.train_state import TrainState
+from torchdistpackage.train.train_state import BestSoFar, TrainState
 
 
 def stopped_at(values: list[float], section: EarlyStopSection) -> tuple[int | None, int]:
@@ -76,6 +76,14 @@ def test_numbers_that_are_not_finite_never_improve():
         callback = EarlyStop(section)
         callback.on_begin(loop)  # type: ignore
         callback.on_validated(loop, {"web": 1.0})  # type: ignore
+
+
+def test_a_value_that_is_undefined_for_once_does_not_improve():
+    section = EarlyStopSection(metric="eval_pearson", patience=3)
+    state = TrainState(best=BestSoFar("eval_pearson", 0.5, 1, 0, 1), step=2)
+    loop = SimpleNamespace(state=state, saves=False, log=SimpleNamespace(note=lambda **x: 0))
+    EarlyStop(section).on_validated(loop, {"val_loss": 1.0})  # type: ignore
+    assert state.best == BestSoFar("eval_pearson", 0.5, 1, 1, 2)
 
 
 def test_a_resumed_run_ends_where_one_start_would_and_keeps_its_best(tdp, tmp_path):

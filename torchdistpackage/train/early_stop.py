@@ -37,14 +37,15 @@ class EarlyStop(Callback):
             self._end_if_due(loop, best)
 
     def on_validated(self, loop: Loop, values: Mapping[str, float]) -> None:
-        if self._metric not in values:
+        best = loop.state.best
+        assert best is not None
+        # a value that was there before, such as a correlation, may be undefined for once
+        if self._metric not in values and not best.validated_step:
             raise ConfigError(
                 f"train.early_stop.metric={self._metric} is no value that a validation of this run "
                 f"measures; name one of {', '.join(values)}"
             )
-        best = loop.state.best
-        assert best is not None
-        step, value = loop.state.step, values[self._metric]
+        step, value = loop.state.step, values.get(self._metric, math.nan)
         if step <= best.validated_step:
             return  # a complete run that was started again validates its last step once more
         gain = self._gain(best, value)
