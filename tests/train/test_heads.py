@@ -166,6 +166,12 @@ OTHERS = [
     ("...ForSequenceClassification", 5, [], ("5 outputs", "3 data.labels")),
     ("...ForSequenceClassification", 3, ["data.class_weights=[1, 2]"], ("2", "3")),
     ("...ForCausalLM", 0, ["data.labels=[]"], ("data.labels", "no class")),
+    (
+        "...ForSequenceClassification",
+        63,
+        ["data.labels=[]", "data.multi_label=true"],
+        ("data.multi_label", "63 classes", "62"),
+    ),
 ]
 
 

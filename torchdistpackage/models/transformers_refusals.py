@@ -2,7 +2,7 @@
 
 from math import prod
 
-from torchdistpackage.config.head_tasks import ModelHead
+from torchdistpackage.config.head_tasks import MOST_CLASSES_OF_A_TEXT, ModelHead
 from torchdistpackage.families.found import SAMPLED, SHARED
 from torchdistpackage.families.registry import FAMILIES
 from torchdistpackage.layout.partition import either, nearest
@@ -71,6 +71,13 @@ def _head_problems(
             f"({', '.join(head.labels[:4])}...); give one for each"
         )
         problems.append(("data.class_weights", text))
+    if head.multi_label and len(head.labels) > MOST_CLASSES_OF_A_TEXT:
+        text = (
+            f"{shape.family} has {len(head.labels)} classes, and data.multi_label takes up to "
+            f"{MOST_CLASSES_OF_A_TEXT}; list fewer in data.labels, with the folder of the language "
+            f"model"
+        )
+        problems.append(("data.multi_label", text))
     return problems
 
 
