@@ -15,14 +15,17 @@ from torchdistpackage.data.source import IGNORE, DataBatch
 from torchdistpackage.data.tokens.prompts import ByteCodec
 
 
-def shown(tmp_path: Path, capsys, data: dict, *options: str) -> str:
-    """Return what the command prints for a run of these data."""
+def shown(tmp_path: Path, capsys, data: dict, *options: str, model: str | None = None) -> str:
+    """Return what the command prints for a run of these data. model: a folder; None: a small one of
+    this package.
+    """
     tokenizer = save_tokenizer(tmp_path / "tokenizer")
     (tokenizer / "chat_template.jinja").write_text(CHATML)
     section = {"tokenizer": str(tokenizer), "seq_len": 128, "global_batch": 4, **data}
     section["val_fraction"] = 0.25
-    model = {"name": "gpt", "vocab": 320, "dim": 32, "layers": 2, "heads": 2}
-    run = {"run": {"dir": str(tmp_path / "runs")}, "model": model, "data": section}
+    own = {"name": "gpt", "vocab": 320, "dim": 32, "layers": 2, "heads": 2}
+    own = own if model is None else {"hf": f"{model}/config.json"}
+    run = {"run": {"dir": str(tmp_path / "runs")}, "model": own, "data": section}
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(run))
     assert main(["data", "show", str(path), *options]) == 0, capsys.readouterr().err
@@ -59,6 +62,20 @@ def test_preference_pairs(tmp_path, capsys):
     assert re.search(r"sample 0 of step 1, pairs.jsonl, chosen: .*\nq \d+ \{\+good \d+", text)
     assert re.search(r"sample 0 of step 1, pairs.jsonl, rejected: .*\nq \d+ \{\+bad", text)
     assert "sample 1 of" not in text and re.search(r"^pairs.jsonl +4 +1,024 ", text, re.M)
+
+
+def test_texts_to_compare(tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    config = {"model_type": "llama", "vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2}
+    config |= {"intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    rows = [{"anchor": f"a {i}", "positive": "b", "negatives": ["c", "d"]} for i in range(12)]
+    path = save_lines(tmp_path / "texts.jsonl", rows)
+    data = {"name": "embedding", "path": str(path), "num_negatives": 2}
+    text = shown(tmp_path, capsys, data, "--number", "1", model=str(tmp_path / "model"))
+    names = re.findall(r"^sample 0 of step 1, texts.jsonl, (.*?):", text, re.M)
+    assert names == ["anchor", "positive", "negative 1", "negative 2"]
+    assert re.search(r"anchor: .*\n(<s>)?a \d+(</s>)?\n", text), text
 
 
 @pytest.mark.parametrize(

@@ -437,6 +437,16 @@ class DataSection(NamedSection):
         return 2 if self.is_preference or self.is_pairs else 1
 
     @property
+    def row_names(self) -> tuple[str, ...]:
+        """Return the name of each sequence of a sample; "" for one that needs none."""
+        if self.is_embedding:
+            negatives = (f"negative {i + 1}" for i in range(self.num_negatives))
+            return ("anchor", "positive", *negatives)
+        if self.is_unpaired:
+            return ("", "mismatched")
+        return ("chosen", "rejected") if self.is_pairs else ("",)
+
+    @property
     def blend(self) -> tuple[WeightedSource, ...]:
         """Return the sources, each with its label."""
         blend: list[WeightedSource] = []

@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from torchdistpackage.config.head_of_run import head_of
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.data.sample_text import (
@@ -16,7 +18,7 @@ from torchdistpackage.data.sample_text import (
     row_text,
     sample_rows,
 )
-from torchdistpackage.data.source import DataBatch, DataSource
+from torchdistpackage.data.source import IGNORE, DataBatch, DataSource
 from torchdistpackage.data.tokens.labelled_rows import label_text
 from torchdistpackage.data.tokens.prompts import ByteCodec, TokenCodec, TokenizerCodec
 from torchdistpackage.data.unpaired_data import without_label
@@ -45,8 +47,7 @@ def show_samples(
     marks = COLOURED if coloured else PLAIN
     codec = _codec(config)
     per_sample = config.data.rows_per_sample
-    sides = ("",) if per_sample == 1 else (", chosen", ", rejected")
-    sides = ("", ", mismatched") if config.data.is_unpaired else sides
+    sides = [name and f", {name}" for name in config.data.row_names]
     head = head_of(config)
     named = str if head is None else partial(label_text, head=head)
     shares = SampleCounts()
@@ -75,6 +76,8 @@ def _rows(config: RunConfig, data: DataSource, step: int) -> Iterator[SampleRow]
         batch = DataBatch(*data.batch("train", config.run.seed, step, 0, 1, num_rows, first=first))
         if config.data.is_unpaired:
             batch = batch._replace(targets=without_label(batch.targets)[0])
+        elif config.data.is_embedding:  # their targets say which text a row is
+            batch = batch._replace(targets=torch.full_like(batch.targets, IGNORE))
         yield from sample_rows(batch)
 
 
