@@ -298,7 +298,8 @@ def _data_keys(
     if kind not in ROWS:
         keys["data.field"] = plain.field
     if spec is not None:
-        keys |= {f"data.{key}": getattr(plain, key) for key in OWN_KEYS if key not in spec.keys}
+        unread = (key for key in OWN_KEYS if key not in spec.keys)
+        keys |= {f"data.{key}": json.dumps(getattr(plain, key)) for key in unread}
     if not reads_text or folder is None:
         keys |= {"data.cache": "null", "data.bos": "auto", "data.eos": "auto"}
     return keys

@@ -192,7 +192,7 @@ def _evaluated(model: StagedModel, request: EvalRequest, step: int | None) -> Ev
 
     def result(found: Evaluated, num_windows: int) -> EvalResult:
         loss = found.total / found.weight
-        return EvalResult(loss, found.num_counted, num_windows, step, values=found.values)
+        return EvalResult(loss, found.num_counted, num_windows, step, values=dict(found.values))
 
     def of(windows: Windows) -> EvalResult:
         windows = windows.part(sequence.ranges(windows.seq_len))
