@@ -182,13 +182,14 @@ def test_a_run_goes_on_with_its_first_reference(ranks, answers, tmp_path, how, f
 
 
 @pytest.mark.full
-def test_a_model_with_a_loss_of_its_routers_is_refused(tmp_path):
+@pytest.mark.parametrize("changes", [[], ["data.name=embedding", "train.dpo={}"]])
+def test_a_model_with_a_loss_of_its_routers_is_refused(tmp_path, changes):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
     sizes |= {"intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 300}
     made = transformers.MixtralConfig(**sizes, num_local_experts=2, output_router_logits=True)
     made.save_pretrained(tmp_path / "model")
-    given = [*RUN, *data_keys(tmp_path), f"model.hf={tmp_path}/model/config.json"]
+    given = [*RUN, *data_keys(tmp_path), f"model.hf={tmp_path}/model/config.json", *changes]
     with pytest.raises(ConfigError, match="adds the loss of its routers to that of tokens"):
         make_plan(parity.config(given), 1)
 

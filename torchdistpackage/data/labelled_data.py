@@ -83,16 +83,3 @@ def last_token(tokens: npt.NDArray[np.int64], padding: int | None) -> int:
         return len(tokens) - 1
     positions = np.flatnonzero(tokens != padding)
     return int(positions[-1]) if len(positions) else 0
-
-
-def cut_rows(text: TokenizedText, seq_len: int) -> str | None:
-    """Return a note on rows that `seq_len` tokens cannot hold whole; None:
-    there are none.
-    """
-    lengths = np.diff(text.ends, prepend=0)
-    if not (num_long := int((lengths > seq_len).sum())):
-        return None
-    return (
-        f"{num_long:,} of {len(lengths):,} texts are longer than a sample (data.seq_len={seq_len}; "
-        f"the longest has {lengths.max():,} tokens): their ends are left out"
-    )

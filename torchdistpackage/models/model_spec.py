@@ -21,8 +21,8 @@ class ModelUse:
     """The features that a run needs of a model. tensor, num_stages, context, expert: number of
     ranks along each axis.
 
-    compares_pairs: its loss is of pairs of answers, not of tokens. head: in place of the one for
-    the next token. num_class_weights: of data.class_weights.
+    compares_rows: its loss is of answers or texts beside each other, not of tokens. head: in place
+    of the one for the next token. num_class_weights: of data.class_weights.
     """
 
     seq_len: int
@@ -32,7 +32,7 @@ class ModelUse:
     num_stages: int = 1
     context: int = 1
     expert: int = 1
-    compares_pairs: bool = False
+    compares_rows: bool = False
     head: ModelHead | None = None
     num_class_weights: int = 0
 
@@ -47,7 +47,7 @@ class ModelUse:
             num_stages,
             p.context,
             p.expert,
-            config.data.is_preference,
+            config.data.is_preference or config.data.is_embedding,
             head_of(config),
             len(config.data.class_weights),
         )

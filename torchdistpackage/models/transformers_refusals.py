@@ -33,9 +33,9 @@ def refusals(shape: TransformersShape, use: ModelUse) -> list[tuple[str, str]]:
         problems.append(("data.document_masks", text))
     if shape.sequence_parallel and not shape.kind.splits_sequence:
         problems.append(("parallel.sequence_parallel", _needs_table(shape)))
-    if use.compares_pairs and shape.kind.auxiliary:
+    if use.compares_rows and shape.kind.auxiliary:
         text = (
-            f"{name} adds the loss of its routers to that of tokens, which pairs of answers do not "
+            f"{name} adds the loss of its routers to that of tokens, which rows to compare do not "
             f"have; set output_router_logits to false in config.json"
         )
         problems.append(("data.name", text))

@@ -12,7 +12,7 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.data import corpus
 from torchdistpackage.data.blend import BlendedDataset, BlendPart
 from torchdistpackage.data.embedding_data import EmbeddingDataset, cut_texts
-from torchdistpackage.data.labelled_data import LabelledDataset, RewardDataset, cut_rows
+from torchdistpackage.data.labelled_data import LabelledDataset, RewardDataset
 from torchdistpackage.data.packing import PackedDataset
 from torchdistpackage.data.preference_data import PreferenceDataset
 from torchdistpackage.data.source import (
@@ -168,10 +168,8 @@ def notes_of(data: DataSource) -> list[str]:
         return notes_of(data.train)
     if isinstance(data, BlendedDataset):
         return [f"{part.label}: {note}" for part in data.parts for note in notes_of(part.data)]
-    if isinstance(data, EmbeddingDataset):
+    if isinstance(data, EmbeddingDataset | LabelledDataset):
         return [*filter(None, (cut_texts(data.text, data.seq_len),)), *row_notes(data.text.tally)]
-    if isinstance(data, LabelledDataset):
-        return [*filter(None, (cut_rows(data.text, data.seq_len),)), *row_notes(data.text.tally)]
     if isinstance(data, PreferenceDataset):
         cut = cut_answers if isinstance(data, UnpairedDataset) else cut_pairs
         return [*filter(None, (cut(data.text, data.seq_len),)), *row_notes(data.text.tally)]
