@@ -68,6 +68,12 @@ def test_the_rule_is_that_of_transformers(metric):
     assert 20 < ended < 60, ended
 
 
+def test_errors_have_to_fall_as_losses_do():
+    for metric, values in (("eval_mae", [2.0, 1.0, 0.5]), ("eval_pearson", [0.1, 0.2, 0.3])):
+        section = EarlyStopSection(metric=metric, patience=2)
+        assert stopped_at(values, section) == (None, 3)
+
+
 def test_numbers_that_are_not_finite_never_improve():
     section = EarlyStopSection(metric="val_loss", patience=2)
     assert stopped_at([math.nan, math.inf, 1.0], section) == (2, 0)

@@ -317,14 +317,15 @@ class EarlyStopSection(Section):
     mode: k.BestMode = Field(
         default="auto",
         description="Whether smaller values are better (min) or larger ones (max); auto is min for "
-        "losses, and max for all else.",
+        "losses and errors (loss, mse, mae), and max for all else.",
     )
 
     @property
     def is_greater_better(self) -> bool:
         """Return whether larger values of the metric are better."""
-        is_loss = not (self.metric or "").startswith("eval_") or str(self.metric).endswith("loss")
-        return not is_loss if self.mode == "auto" else self.mode == "max"
+        metric = self.metric or ""
+        falls = not metric.startswith("eval_") or metric.endswith(("loss", "_mse", "_mae"))
+        return not falls if self.mode == "auto" else self.mode == "max"
 
 
 class DistillSection(Section):
