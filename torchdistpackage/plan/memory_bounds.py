@@ -200,8 +200,11 @@ class MemoryBounds:
             dense = self.world_size / (choice.tensor * choice.pipe)
             # those of both stages share a tied weight
             sharers = dense, max(dense / choice.expert, 1.0), 2 * dense
+        third = self._third_stage
+        # a weight of several stages is never freed
+        stages = third, third, third._replace(parts=0)
         return sum(
-            x.least(choice, n, self._third_stage) for x, n in zip(states, sharers, strict=True)
+            x.least(choice, n, rest) for x, n, rest in zip(states, sharers, stages, strict=True)
         )
 
     def _activations(self, choice: LayoutChoice) -> list[float]:
