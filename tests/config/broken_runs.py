@@ -229,6 +229,11 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "data.bos=on data.tokenizer",
     ),
     (
+        {"data__name": "jsonl", "data__path": "datasets:a/b", "data__tokenizer": "t"},
+        "data.path",
+        "data.path=datasets:a/b cache name=arrow jsonl set name",
+    ),
+    (
         {
             "data__name": "jsonl",
             "data__path": "x",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torchdistpackage.bounded import check_regular
 from torchdistpackage.config import rules
+from torchdistpackage.config.cached_datasets import located
 from torchdistpackage.config.chat_templates import chat_templates, no_chat_template
 from torchdistpackage.config.data_section import CHAT_FIELDS, SUFFIX_OF_KIND, DataSection
 from torchdistpackage.config.data_split import split_at_end, too_few_tokens
@@ -141,6 +142,10 @@ def _some(numbers: list[int]) -> str:
 
 
 def _unfit_path(path: Path) -> str:
+    try:
+        path = located(str(path))
+    except DataError as error:
+        return str(error)
     if not path.exists():
         return f"{path} does not exist, seen from {Path.cwd()}; check the path"
     if path.is_dir():
@@ -220,7 +225,10 @@ def _of_size(data: DataSection) -> Iterator[str]:
 
 def bytes_there(data: DataSection) -> int | None:
     """Return the size in bytes of the files that a data section reads; None if none exists."""
-    path, suffix = Path(data.path or ""), SUFFIX_OF_KIND.get(data.name or "", "")
+    try:
+        path, suffix = located(data.path or ""), SUFFIX_OF_KIND.get(data.name or "", "")
+    except DataError:
+        return None
     if not path.is_dir():
         return path.stat().st_size if path.is_file() else None
     return sum(x.stat().st_size for x in path.rglob(f"*{suffix}") if x.is_file())

@@ -14,6 +14,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import Field
 
 from torchdistpackage.config import types as k
+from torchdistpackage.config.cached_datasets import CACHED, CACHED_KIND, CachedName
 from torchdistpackage.config.head_tasks import HEAD_TASKS, HeadTask
 from torchdistpackage.config.types import Expected, NamedSection, Section
 from torchdistpackage.text import markdown_table
@@ -98,14 +99,14 @@ DATA: Mapping[str, DataSpec] = {
             needs='`pip install "torchdistpackage[parquet]"`',
         ),
         DataSpec(
-            "arrow",
+            CACHED_KIND,
             path="file or folder",
             reader="torchdistpackage.data.tokens.arrow_rows:ArrowRows",
             has_rows=True,
             suffix=".arrow",
             in_blend=True,
-            document="a row of Hugging Face `datasets`: a folder of `save_to_disk` or of its "
-            "cache, with a text in the column `data.field`",
+            document="a row of Hugging Face `datasets`: a folder of `save_to_disk` or a data "
+            "set in its cache, with a text in the column `data.field`",
             needs='`pip install "torchdistpackage[parquet]"`',
         ),
         DataSpec(
@@ -225,7 +226,7 @@ def source_labels(sources: Sequence[SourceSection]) -> list[str]:
     """Return the label of each source; equal names of files get the number of their source."""
     labels: list[str] = []
     for index, source in enumerate(sources):
-        label = source.label or PurePath(source.path or "").stem
+        label = source.label or PurePath((source.path or "").removeprefix(CACHED)).stem
         labels.append(f"{label}-{index}" if source.label is None and label in labels else label)
     return labels
 
@@ -273,7 +274,8 @@ class DataSection(NamedSection):
     )
     path: k.PathOrNull = Field(
         default=None,
-        description="File or folder to read; for tokens a file. python_stdlib needs none.",
+        description="File or folder to read; for tokens a file. datasets:NAME is a data set in the "
+        "cache of Hugging Face datasets. python_stdlib needs none.",
     )
     sources: Sources = Field(
         default=(),
@@ -490,6 +492,7 @@ class DataSection(NamedSection):
     def reading(self, path: str, name: str | None = None, field: str | None = None) -> Self:
         """Return the section that reads this file or folder alone, with the same other keys."""
         kind = name or (self.name if self.spec is not None and self.spec.task else None)
+        kind = kind or (CACHED_KIND if CachedName.of(path) else None)
         kind = kind or KIND_OF_SUFFIX.get(PurePath(path).suffix)
         kind = kind or (self.name if self.name in KINDS else "text")
         return self.model_copy(

@@ -1,5 +1,6 @@
 """Rules about several keys of the data section."""
 
+from torchdistpackage.config.cached_datasets import CACHED_KIND, CachedName
 from torchdistpackage.config.data_section import (
     CHAT_FIELDS,
     OWN_KEYS,
@@ -34,6 +35,20 @@ def _tokenizer_is_for_text(c: RunConfig, world_size: int | None) -> str | None:
         return f"data.tokenizer={d.tokenizer} has no effect with {source}; remove it"
     if d.field != plain.field and not takes_field:
         return f"data.field={d.field} has no effect with {source}; remove it"
+    return None
+
+
+@rule(
+    *("data.path", "data.name", "data.target", "data.sources"),
+    *("data.val_path", "data.val_fraction", "data.eval"),
+)
+def _cached_names_are_read_as_arrow(c: RunConfig, world_size: int | None) -> str | None:
+    for key, part in c.data.all_parts.items():
+        if part.name != CACHED_KIND and CachedName.of(part.path or ""):
+            return (
+                f"{key}={part.path} names a data set in the cache of Hugging Face datasets, which "
+                f"name={CACHED_KIND} reads, not {part.name}; set name, or name a file"
+            )
     return None
 
 

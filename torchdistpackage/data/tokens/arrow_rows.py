@@ -37,23 +37,24 @@ _RESULT = "cache-"
 class ArrowRows:
     """Arrow files, each row a document. A piece is complete record batches."""
 
-    def data_files(self, folder: Path, files: Sequence[Path]) -> list[Path]:
-        """Return those of the files below `folder` that hold rows: of several splits those of
-        `train`.
+    def data_files(self, folder: Path, files: Sequence[Path], split: str = "") -> list[Path]:
+        """Return those of the files below `folder` that hold rows of a split; "": of the only one,
+        or of several those of `train`.
 
         Raises:
-            DataError: there are several splits, and none is `train`.
+            DataError: there is no such split, or there are several and none is `train`.
         """
         files = [file for file in files if not file.name.startswith(_RESULT)]
         split_of = {file: _split_of(folder, file) for file in files}
         splits = sorted({*split_of.values()})
-        if len(splits) < 2:
+        if len(splits) < 2 and not split:
             return list(files)
-        if TRAIN in splits:
-            return [file for file in files if split_of[file] == TRAIN]
+        wanted = split or TRAIN
+        if wanted in splits:
+            return [file for file in files if split_of[file] == wanted]
         raise DataError(
             f"data.path {folder}: it has the splits {', '.join(map(repr, splits))}, and none is "
-            f"train; name the folder or the file of one"
+            f"{wanted}; name one, or its folder or file"
         )
 
     def pieces(self, path: Path) -> Iterator[Piece]:

@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 import xxhash
 
+from torchdistpackage.config.cached_datasets import located
 from torchdistpackage.config.data_section import DataSection
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.errors import DataError
 
 _WHOLE_BYTES = 1 << 26
 _NUM_BLOCKS = 64
@@ -60,14 +62,14 @@ def data_fingerprint(paths: Sequence[str]) -> str:
         return ""
     checksum = xxhash.xxh3_64()
     try:
-        for name, file in (pair for path in paths for pair in _files(Path(path))):
+        for name, file in (pair for path in paths for pair in _files(located(path))):
             size_bytes = file.stat().st_size
             checksum.update(f"{name} {size_bytes} ".encode())
             with file.open("rb") as opened:
                 for start, length in _spans(size_bytes):
                     opened.seek(start)
                     checksum.update(opened.read(length))
-    except OSError:  # the reader of the data reports what is wrong
+    except (OSError, DataError):  # the reader of the data reports what is wrong
         return ""
     return checksum.hexdigest()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from torchdistpackage.bounded import BOM, parse_json, wrong_encoding
+from torchdistpackage.config.cached_datasets import CachedName, located
 from torchdistpackage.config.data_section import (
     CHAT_FIELDS,
     DATA,
@@ -166,11 +167,13 @@ Reader = Callable[[dict[str, Any], str], Document | AnswerPair | TextGroup]
 def files_of(kind: str, path: Path) -> list[Path]:
     """Return the file, or the files in and below a folder that are not hidden, sorted by path.
 
-    A folder gives only the files with the suffix of their kind, if it has one.
+    A folder gives only the files with the suffix of their kind, if it has one. A path may be a name
+    of config/cached_datasets.py.
 
     Raises:
         DataError: there are none.
     """
+    name, path = CachedName.of(str(path)), located(str(path))
     if path.is_file():
         return [path]
     suffix = SUFFIX_OF_KIND.get(kind, "")
@@ -181,7 +184,7 @@ def files_of(kind: str, path: Path) -> list[Path]:
         files += [path for path in paths if path.is_file()]  # reading a pipe would never end
     if kind in DATA and DATA[kind].reader:
         chosen = getattr(reader_of(kind), "data_files", None)  # of a format with other files too
-        files = files if chosen is None else chosen(path, files)
+        files = files if chosen is None else chosen(path, files, name.split if name else "")
     if not files:
         missing = f"no {suffix} file" if suffix else "no file"
         raise DataError(f"data.path {path}: there is {missing} there; put the data there")

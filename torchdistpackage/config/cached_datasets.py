@@ -1,0 +1,126 @@
+"""Names of data sets in the cache of Hugging Face `datasets`, as data.path takes them, and where
+they are.
+
+`datasets` keeps a data set that it has loaded in CACHE/NAME/CONFIG/VERSION/HASH, where org/name is
+stored as org___name, in snake case.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from torchdistpackage.errors import DataError
+
+CACHED = "datasets:"
+"""What a path begins with that is the name of a cached data set. No data set, configuration or
+split has a colon in its name."""
+CACHED_KIND = "arrow"
+"""The value of data.name whose files the cache holds."""
+_INFO = "dataset_info.json"
+_UNFINISHED = ".incomplete"
+_CAPITALS = re.compile(r"([A-Z]+)([A-Z][a-z])")
+_CAPITAL = re.compile(r"([a-z\d])([A-Z])")
+_MOST_NAMES = 8
+
+
+class CachedName(NamedTuple):
+    """A name of `datasets:NAME[/CONFIG][:SPLIT]`.
+
+    parts: of the name and the configuration, between slashes. split: "" if none is named.
+    """
+
+    parts: tuple[str, ...]
+    split: str
+
+    @classmethod
+    def of(cls, path: str) -> "CachedName | None":
+        """Return the name that a path is; None for the path of a file or folder."""
+        if not path.startswith(CACHED):
+            return None
+        name, _, split = path.removeprefix(CACHED).partition(":")
+        return cls(tuple(name.split("/")), split)
+
+
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder in which `datasets` keeps what it has loaded."""
+    if folder := environ.get("HF_DATASETS_CACHE"):
+        return Path(folder)
+    home = environ.get("HF_HOME")
+    home = home or str(Path(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"))
+    return Path(home).expanduser() / "datasets"
+
+
+def located(path: str) -> Path:
+    """Return the file or folder of a path, for a cached name the newest folder with its rows.
+
+    Raises:
+        DataError: the name is not in the cache, or there are several data sets or configurations of
+            it.
+    """
+    name = CachedName.of(path)
+    if name is None:
+        return Path(path)
+    if not all(name.parts) or len(name.parts) > 3 or {".", ".."} & {*name.parts}:
+        raise DataError(
+            f"{path} is no name of a data set; write {CACHED}NAME or {CACHED}ORG/NAME, with "
+            "/CONFIG and :SPLIT behind it where there are several"
+        )
+    cache = cache_folder()
+    folders = _finished(cache)
+    meant = {
+        (dataset, config)
+        for dataset, wanted in _readings(name.parts)
+        for config in folders.get(dataset, {})
+        if wanted in (None, config)
+    }
+    if len(meant) == 1:
+        dataset, config = meant.pop()
+        made = folders[dataset][config]
+        # `map` writes into the folder, and so its time is not that of its rows
+        return max(made, key=lambda folder: ((folder / _INFO).stat().st_mtime_ns, folder.name))
+    if meant:
+        names = _listed(f"{dataset.replace('___', '/')}/{config}" for dataset, config in meant)
+        raise DataError(
+            f"{path} is one of {len(meant)} data sets in {cache}: {names}; name one, or its folder"
+        )
+    raise DataError(
+        f"{path} is not in {cache}, which has {_nearest(name, folders)}; load it once with "
+        "datasets.load_dataset, or set HF_DATASETS_CACHE"
+    )
+
+
+def _readings(parts: tuple[str, ...]) -> list[tuple[str, str | None]]:
+    """Return each (folder of a data set, its configuration or None for any) that a name can be."""
+    whole = [(_stored(parts), None)] if len(parts) < 3 else []
+    return whole + ([(_stored(parts[:-1]), parts[-1])] if len(parts) > 1 else [])
+
+
+def _stored(parts: tuple[str, ...]) -> str:
+    name = _CAPITAL.sub(r"\1_\2", _CAPITALS.sub(r"\1_\2", parts[-1])).lower()
+    return "___".join((*parts[:-1], name))
+
+
+def _finished(cache: Path) -> dict[str, dict[str, list[Path]]]:
+    """Return the folders with rows by data set and configuration."""
+    found: dict[str, dict[str, list[Path]]] = {}
+    for file in cache.glob(f"*/*/*/*/{_INFO}"):
+        folder = file.parent
+        if not folder.name.endswith(_UNFINISHED):
+            dataset, config, *_ = folder.relative_to(cache).parts
+            found.setdefault(dataset, {}).setdefault(config, []).append(folder)
+    return found
+
+
+def _nearest(name: CachedName, folders: Mapping[str, Mapping[str, object]]) -> str:
+    for dataset, config in _readings(name.parts):
+        if config is not None and dataset in folders:
+            return f"of that data set {_listed(folders[dataset])}"
+    return _listed(dataset.replace("___", "/") for dataset in folders)
+
+
+def _listed(names: Iterable[str]) -> str:
+    every = sorted({*names})
+    more = f" and {len(every) - _MOST_NAMES} more" if len(every) > _MOST_NAMES else ""
+    return f"{', '.join(every[:_MOST_NAMES])}{more}" if every else "no data set"
