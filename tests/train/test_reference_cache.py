@@ -92,6 +92,8 @@ def test_the_command_writes_a_file_that_other_runs_are_refused(tdp, ranks, tmp_p
     )
     said = problem("data.seq_len=16", "data.eos=off")
     assert "data.seq_len (24 there, 16 here), data.bos, data.eos" in said
+    packed = "model.lora={r: 3, target: [q_proj], load_in_4bit: true}"
+    assert "other contents of model.lora.load_in_4bit (none there, nf4 here);" in problem(packed)
     with (tmp_path / "model" / "config.json").open("a") as file:
         file.write(" ")
     assert "the reference model" in problem()

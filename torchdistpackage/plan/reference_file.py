@@ -30,6 +30,8 @@ def identity(config: RunConfig) -> dict[str, str]:
         reference = hashlib.sha256(drawn.encode()).hexdigest()[:16]
     else:
         reference = data_fingerprint([str(folder)])
+    lora = model.lora
+    packed = lora.bnb_4bit_quant_type if lora.load_in_4bit else ""
     return {
         "data.path": data_fingerprint([data.path or ""]),
         "data.val_path": data_fingerprint([data.val_path]) if data.val_path else "",
@@ -37,6 +39,7 @@ def identity(config: RunConfig) -> dict[str, str]:
         "data.seq_len": str(data.seq_len),
         "data.bos, data.eos": f"{data.bos}, {data.eos}",
         "the reference model": reference,
+        "model.lora.load_in_4bit": packed,
     }
 
 
