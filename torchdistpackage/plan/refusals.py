@@ -85,6 +85,7 @@ def job_problems(config: RunConfig, code: str) -> list[Problem]:
         problems += unknown_modules(config, code)
     if not (has["container"] or has["prologue"]):
         problems += absent_files(config) + wrong_files(config) + other_tokenizer(config)
+        problems += wrong_reference(config)
     return problems
 
 

@@ -40,6 +40,7 @@ from torchdistpackage.parallel.tensor.float8 import use_float8
 from torchdistpackage.parallel.tensor.init import collect_initials, initialize
 from torchdistpackage.plan.measured import measured_step_seconds
 from torchdistpackage.plan.memory import activation_budget_gb
+from torchdistpackage.plan.reference_file import wrong_reference
 from torchdistpackage.plan.run_plan import Plan, rank_memory
 from torchdistpackage.plan.step_time import known_step_seconds
 from torchdistpackage.plan.user_code import user_object
@@ -167,6 +168,7 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
         validates_averages=config.train.eval_ema,
     )
     if config.train.dpo.reference is not None and isinstance(trainer.task, PreferenceLoss):
+        _refuse_wrong_reference(config, rank)
         rows = plan.samples_per_microbatch
         trainer.task.cached = CachedReference(
             Path(config.train.dpo.reference),
@@ -187,6 +189,16 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
         budget_gb = activation_budget_gb(config, state, f"rank {rank}")
         trainer.recomputed = recompute_within(trainer, budget_gb)
     return trainer
+
+
+def _refuse_wrong_reference(config: RunConfig, rank: int) -> None:
+    """Raise an error on all ranks for a file of a reference of another run: ranks that a launcher
+    starts were not checked before.
+    """
+    with fail_together(tpc.get_group("global"), "reading the reference"):
+        problems = wrong_reference(config) if rank == 0 else []
+        if problems:
+            raise ConfigError("; ".join(x.text for x in problems))
 
 
 def _refuse_unmatched(
