@@ -14,6 +14,7 @@ from tests.train.preference_ranks import RUN, data_keys, pair, preferred
 from tests.train.test_transformers import MODELS
 from tests.train.transformers_ranks import everywhere_float64, save_model
 from torchdistpackage.config.load import loads
+from torchdistpackage.errors import CheckpointError
 from torchdistpackage.plan.reference_file import identity, wrong_reference
 from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.train.build import build_data, build_model
@@ -38,6 +39,12 @@ def write(overrides: list[str], path: str) -> dict[str, int]:
     model = build_model(plan, dist.get_rank(), torch.device("cpu"))
     with everywhere_float64():
         return write_reference(model, build_data(plan), Path(path), identity(plan.config), None)
+
+
+def refusal(overrides: list[str]) -> str:
+    with pytest.raises(CheckpointError) as error:
+        preferred(overrides)
+    return str(error.value)
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +76,13 @@ def test_a_run_with_the_file_is_the_run_with_the_reference(ranks, keys, tmp_path
         assert (val, values) == (pytest.approx(more[1], rel=1e-12), pytest.approx(more[2]))
         assert logged[2] == pytest.approx(more[0][2], rel=1e-9)
     parity.expect_close([x.weights for x, *_ in found], [x.weights for x, *_ in truth])
+
+
+def test_ranks_of_a_launcher_refuse_the_file_of_another_run(ranks, keys, tmp_path):
+    path = tmp_path / "r.safetensors"
+    ranks(2).run(write, [*keys, "parallel.data=2"], str(path))
+    words = [*keys, "parallel.data=2", f"train.dpo.reference={path}", "data.seq_len=16"]
+    assert all("data.seq_len (24 there, 16 here)" in x for x in ranks(2).run(refusal, words))
 
 
 def test_the_command_writes_a_file_that_other_runs_are_refused(tdp, ranks, tmp_path):
