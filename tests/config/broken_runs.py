@@ -400,6 +400,19 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "neftune_noise_alpha=5 model.target=a:b null",
     ),
     (
+        {
+            "train__neftune_noise_alpha": 5.0,
+            "data__name": "embedding",
+            "data__path": "a.jsonl",
+            "data__tokenizer": "t",
+            "model__hf": "m",
+            "model__name": None,
+            "pipeline__microbatches": 2,
+        },
+        "train.neftune_noise_alpha",
+        "neftune_noise_alpha=5 2 microbatches data.name=embedding null",
+    ),
+    (
         {"train__eval_ema": True},
         "train.eval_ema",
         "eval_ema=true optim.ema_decay is null 0.999",

@@ -21,6 +21,8 @@ from tests.train.transformers_ranks import (
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.layout.derive import even_share
+from torchdistpackage.models.model_spec import ModelUse
+from torchdistpackage.models.registry import spec_of
 from torchdistpackage.parallel.tensor.divergence import vocab_parallel_divergence
 from torchdistpackage.plan.run_plan import make_plan, stage_loads
 from torchdistpackage.plan.teacher import other_tokenizer
@@ -222,6 +224,20 @@ def test_a_teacher_that_does_not_fit_is_refused_by_name(ranks, models, tmp_path,
     with pytest.raises(ConfigError, match=r"train\.distill\.teacher") as error:
         make_plan(parity.config([*given, f"train.distill.teacher={folder}"]), 2)
     assert words in str(error.value) and folder in str(error.value)
+
+
+def test_a_loss_of_routers_is_not_left_out(models, tmp_path):
+    sizes = {"num_local_experts": 2, "num_experts_per_tok": 1, "hidden_size": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 16}
+    settings = {"model_type": "mixtral", "output_router_logits": True, "vocab_size": 65}
+    student = tmp_path / "config.json"
+    student.write_text(json.dumps({**settings, **sizes, **heads, "num_hidden_layers": 2}))
+    given = [f"model.hf={student}", f"train.distill.teacher={models[1]}"]
+    model = spec_of(parity.config([*RUN, *given]))
+    for ratio, is_refused in ((1, True), (0.5, False)):
+        config = parity.config([*RUN, *given, f"train.distill.kd_ratio={ratio}"])
+        problems = dict(model.refusals(ModelUse.of(config)))
+        assert ("output_router_logits" in problems.get("train.distill.kd_ratio", "")) == is_refused
 
 
 def test_a_teacher_with_another_tokenizer_is_refused_by_name(models, tmp_path):

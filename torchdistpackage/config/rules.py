@@ -428,6 +428,19 @@ def _smoothed_labels_are_tokens(c: RunConfig, world_size: int | None) -> str | N
     )
 
 
+@rule("train.neftune_noise_alpha", "data.name", "pipeline.microbatches", "train.accumulate")
+def _both_passes_draw_the_same(c: RunConfig, world_size: int | None) -> str | None:
+    parts = c.pipeline.microbatches * c.train.accumulate
+    if c.train.neftune_noise_alpha is None or not c.data.is_embedding or parts == 1:
+        return None
+    return (
+        f"train.neftune_noise_alpha={c.train.neftune_noise_alpha:g} is drawn anew in the second "
+        f"forward of {parts} microbatches, so data.name=embedding would take gradients at other "
+        f"vectors than those that it compares; set the key to null, or "
+        f"pipeline.microbatches and train.accumulate to 1"
+    )
+
+
 @rule("train.neftune_noise_alpha", "model.target")
 def _noise_has_an_embedding(c: RunConfig, world_size: int | None) -> str | None:
     alpha, target = c.train.neftune_noise_alpha, c.model.target

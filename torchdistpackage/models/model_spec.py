@@ -22,7 +22,8 @@ class ModelUse:
     ranks along each axis.
 
     compares_rows: its loss is of answers or texts beside each other, not of tokens. head: in place
-    of the one for the next token. num_class_weights: of data.class_weights.
+    of the one for the next token. num_class_weights: of data.class_weights. only_distils: its loss
+    is the divergence from a teacher alone.
     """
 
     seq_len: int
@@ -35,6 +36,7 @@ class ModelUse:
     compares_rows: bool = False
     head: ModelHead | None = None
     num_class_weights: int = 0
+    only_distils: bool = False
 
     @classmethod
     def of(cls, config: RunConfig, num_stages: int = 1) -> Self:
@@ -50,6 +52,7 @@ class ModelUse:
             config.data.is_preference or config.data.is_embedding,
             head_of(config),
             len(config.data.class_weights),
+            config.train.distill.teacher is not None and config.train.distill.kd_ratio == 1,
         )
 
 

@@ -39,6 +39,12 @@ def refusals(shape: TransformersShape, use: ModelUse) -> list[tuple[str, str]]:
             f"have; set output_router_logits to false in config.json"
         )
         problems.append(("data.name", text))
+    if use.only_distils and shape.kind.auxiliary:
+        text = (
+            f"1 leaves out the loss of tokens, to which {name} adds that of its routers; use less "
+            f"than 1, or set output_router_logits to false in config.json"
+        )
+        problems.append(("train.distill.kd_ratio", text))
     if use.head is not None:
         problems += _head_problems(shape, use.head, use.num_class_weights)
     if (why := SAMPLED.get(shape.family)) is not None:

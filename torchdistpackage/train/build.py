@@ -389,6 +389,8 @@ def make_loop(
         callbacks.append(SourceShares(blend, trainer.seed))
     if train.early_stop.metric is not None:
         callbacks.append(EarlyStop(train.early_stop))
+    else:
+        state.best = None  # of an earlier start; its checkpoint would stay for ever
     if train.check_replicas_every:
         callbacks.append(ReplicaCheck(trainer, train.check_replicas_every))
     callbacks += map(own_callback, config.log.callbacks)
