@@ -116,7 +116,7 @@ def test_traffic_of_a_model_that_a_table_splits_is_counted(ranks):
     ranks(SIZE).run(counted_calls)
 
 
-CLASSES = [*sorted(registry.FAMILIES), "gemma", "mixtral", "emu3"]
+CLASSES = [*sorted(registry.FAMILIES), "gemma", "mixtral", "emu3", "gpt-sw3"]
 
 
 @pytest.mark.few(2)

@@ -9,6 +9,7 @@ import torch
 
 from tests.models.coverage import settings
 from tests.models.found_cases import transformers
+from torchdistpackage.config.head_tasks import HEAD_TASKS, ModelHead
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.families.table import FoundModel
 from torchdistpackage.models import transformers_found
@@ -129,6 +130,7 @@ def test_each_shape_keeps_tables_of_its_own():
         "sequence_parallel": True,
         "lora": Lora(2, 4.0, 0.0, ("q_proj",)),
         "tensor": 2,
+        "head": ModelHead(HEAD_TASKS["classification"], ("a", "b", "c")),
     }
     assert other.keys() == {x.name for x in fields(TransformersShape)}
     for name, value in other.items():

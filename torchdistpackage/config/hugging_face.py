@@ -151,7 +151,9 @@ def inner_vocabulary(settings: Mapping[str, Any]) -> object:
 
 
 def _with_keys_of_today(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return each setting under the one key that transformers writes today."""
+    """Return each setting under the one key that transformers writes today, with its model_type."""
+    if settings.get("model_type") == "gpt-sw3":  # a tokenizer of its own for the class of GPT-2
+        settings = {**settings, "model_type": "gpt2"}
     family = settings.get("model_type")
     others = _OTHER_KEYS.get(family, {}) if isinstance(family, str) else {}
     renamed = {key: settings.pop(old) for old, key in others.items() if old in settings}

@@ -14,7 +14,6 @@ from torchdistpackage.families.written import written
 FAMILIES: dict[str, Family] = {
     **written("llama", "mistral", "qwen2", "qwen3", "gemma2"),
     "gpt2": GPT2,
-    "gpt-sw3": GPT2,  # another name for the same class and the same settings
     "gpt_neox": GPT_NEOX,
     "falcon": FALCON,
     "opt": OPT,
