@@ -87,7 +87,12 @@ def most(key: str, schema: dict[str, Any]) -> int | None:
     return next((x["maximum"] for x in (field, *field.get("anyOf", ())) if "maximum" in x), None)
 
 
-COUNTS = [key for key, field in KEYS.items() if "whole number" in expected_of(field).text]
+# numbers of a list are bounded by its type
+COUNTS = [
+    key
+    for key, field in KEYS.items()
+    if "whole number" in (text := expected_of(field).text) and not text.startswith("a list")
+]
 
 
 def test_every_count_has_a_bound_that_the_schema_shows():

@@ -1,11 +1,13 @@
-"""A checkpoint of transformers' Trainer is gone on with: the next step is that of its own."""
+"""A checkpoint of transformers' Trainer or trl's is gone on with: the next step is its own."""
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.data.texts import save_tokenizer
 from tests.train import parity
 from tests.train.sources import UnevenTokens
 from tests.train.test_transformers import MODELS
@@ -43,9 +45,34 @@ def next_step(overrides: list[str], folder: str, checkpoint: str) -> Answer:
     return steps_of(run, range(3, 4))
 
 
-def of_trainer(model: str, folder: str) -> tuple[parity.Held, str]:
-    """Return the weights after three steps of transformers' Trainer, and its checkpoint of two."""
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+def trainer_of(
+    peer: str, rows: list[dict[str, list[int]]], folder: str
+) -> tuple[type, type, dict, dict]:
+    """Return a Trainer of this library, that of its options, what it is made with, and options."""
+    import transformers
+
+    if peer == "transformers":
+        return transformers.Trainer, transformers.TrainingArguments, {"train_dataset": rows}, {}
+    import trl
+    from datasets import Dataset
+
+    # it would tokenize texts, recompute blocks and compute in bfloat16
+    options = {
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+        "gradient_checkpointing": False,
+        "bf16": False,
+    }
+    file = str(save_tokenizer(Path(folder) / "tokenizer") / "tokenizer.json")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=file, eos_token="</s>", pad_token="<pad>"
+    )
+    made = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
+    return trl.SFTTrainer, trl.SFTConfig, made, options
+
+
+def of_trainer(model: str, folder: str, peer: str) -> tuple[parity.Held, str]:
+    """Return the weights after three steps of a peer's Trainer, and its checkpoint of two."""
+    from transformers import AutoModelForCausalLM
 
     section = parity.config([*RUN, *CHANGES, f"model.hf={model}"])
     source, optim, size = UnevenTokens(SEQ_LEN, VOCAB), section.optim, section.data.global_batch
@@ -62,49 +89,74 @@ def of_trainer(model: str, folder: str) -> tuple[parity.Held, str]:
                 }
             )
     made = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
-    options = TrainingArguments(
-        output_dir=folder,
-        per_device_train_batch_size=size,
-        max_steps=3,
-        learning_rate=optim.lr,
-        lr_scheduler_type="constant",
-        weight_decay=optim.weight_decay,
-        adam_beta1=optim.betas[0],
-        adam_beta2=optim.betas[1],
-        adam_epsilon=optim.eps,
-        max_grad_norm=0.0,
-        save_strategy="steps",
-        save_steps=2,
-        train_sampling_strategy="sequential",
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-    )
+    base, arguments, inputs, more = trainer_of(peer, rows, folder)
 
-    class WideTrainer(Trainer):
+    class WideTrainer(base):
         """Its forwards and backwards are in float64 throughout; what it saves is as it is."""
 
         def training_step(self, *args, **kwargs):
             with everywhere_float64():
                 return super().training_step(*args, **kwargs)
 
-    WideTrainer(model=made, args=options, train_dataset=rows).train()
+    with warnings.catch_warnings():
+        if peer == "trl":  # it names options of transformers as earlier versions did
+            warnings.simplefilter("ignore")
+        options = arguments(
+            **more,
+            output_dir=folder,
+            per_device_train_batch_size=size,
+            max_steps=3,
+            learning_rate=optim.lr,
+            lr_scheduler_type="constant",
+            weight_decay=optim.weight_decay,
+            adam_beta1=optim.betas[0],
+            adam_beta2=optim.betas[1],
+            adam_epsilon=optim.eps,
+            max_grad_norm=0.0,
+            save_strategy="steps",
+            save_steps=2,
+            train_sampling_strategy="sequential",
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+        )
+        WideTrainer(model=made, args=options, **inputs).train()
     return whole(dict(made.named_parameters())), f"{folder}/checkpoint-2"
 
 
 @pytest.fixture(scope="module")
-def trained(ranks, tmp_path_factory) -> tuple[str, parity.Held, str]:
+def trained(ranks, tmp_path_factory):
+    """(model's folder, weights after three steps, checkpoint of two) of a peer, each made once."""
     folder = tmp_path_factory.mktemp("trainer")
     model = str(folder / "model")
     ranks(1).run(save_model, MODELS["llama"], model)
-    return model, *ranks(1).run(of_trainer, model, str(folder / "out"))[0]
+    made: dict[str, tuple[str, parity.Held, str]] = {}
+
+    def of(peer: str) -> tuple[str, parity.Held, str]:
+        if peer not in made:
+            answer = ranks(1).run(of_trainer, model, str(folder / peer), peer)[0]
+            made[peer] = model, *answer
+        return made[peer]
+
+    return of
 
 
 @pytest.mark.parametrize(
-    "layout", [x if x in SMALL_SET else pytest.param(x, marks=pytest.mark.full) for x in LAYOUTS]
+    ("peer", "layout"),
+    [
+        *(("transformers", x) for x in SMALL_SET),
+        *(
+            pytest.param("transformers", x, marks=pytest.mark.full)
+            for x in LAYOUTS
+            if x not in SMALL_SET
+        ),
+        ("trl", "zero2"),
+    ],
 )
-def test_the_next_step_is_that_of_the_trainer(ranks, trained, tmp_path, layout):
-    model, truth, checkpoint = trained
+def test_the_next_step_is_that_of_the_trainer(ranks, trained, tmp_path, peer, layout):
+    if peer == "trl":
+        pytest.importorskip("trl", reason="trl is no dependency: its trainer is the peer")
+    model, truth, checkpoint = trained(peer)
     number, changes = LAYOUTS[layout]
     overrides = [*CHANGES, f"model.hf={model}", *changes]
     answers = ranks(number).run(next_step, overrides, str(tmp_path), checkpoint)
@@ -112,7 +164,7 @@ def test_the_next_step_is_that_of_the_trainer(ranks, trained, tmp_path, layout):
 
 
 def test_what_is_no_such_checkpoint_is_refused(trained, tmp_path, capsys):
-    _, _, checkpoint = trained
+    _, _, checkpoint = trained("transformers")
     copy = tmp_path / "checkpoint-2"
     copy.mkdir()
     for file in Path(checkpoint).iterdir():
