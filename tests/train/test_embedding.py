@@ -14,6 +14,7 @@ from torchdistpackage.data.tokens.texts import wrong_texts
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.plan.run_plan import make_plan
 
+RANKS_IMPORT = ("peft",)
 FULL = (pytest.mark.full,)
 KINDS = {
     "mean": (1, "{pooling: mean, scale: 5.0}"),
@@ -70,6 +71,30 @@ def test_three_steps_are_those_of_transformers(ranks, embeddings, kind, layout):
         assert mine_val == pytest.approx(val, rel=1e-9)
         assert (logged, val_task) == (found[0][1], found[0][3])
         assert val_task.keys() == {"accuracy", "recall@1", "recall@10", "mrr@10", "ndcg@10"}
+
+
+OF_LORA = ("pipe2xtensor2", "data2-zero3", "context2", "whole-batch-data2", "whole-batch-context2")
+LORA = "model.lora={r: 3, alpha: 6, target: [q_proj, down_proj]}"
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(x, marks=FULL if i else ()) for i, x in enumerate(OF_LORA)]
+)
+def test_adapters_train_as_in_one_process(ranks, embeddings, layout):
+    """Their B is 0 at first, so that only a later step moves A."""
+    overrides = [*embeddings("matryoshka")[0], LORA]
+    ((truth, _, val, _),) = ranks(1).run(embedded, [*overrides, "pipeline.microbatches=1"])
+    size, changes = EVERY[layout]
+    found = ranks(size).run(embedded, [*overrides, *changes])
+    for step in range(3):
+        expected = parity.whole([truth.gradients[step]])
+        assert expected and all(".lora_" in name for name in expected)
+        assert step == 0 or all(x.abs().max() > 0 for x in expected.values())
+        parity.expect_close([x.gradients[step] for x, *_ in found], [truth.gradients[step]])
+    parity.expect_close([mine.weights for mine, *_ in found], [truth.weights])
+    for mine, _, mine_val, _ in found:
+        assert mine.losses == pytest.approx(truth.losses, rel=1e-9)
+        assert mine_val == pytest.approx(val, rel=1e-9)
 
 
 @pytest.mark.full
