@@ -32,7 +32,7 @@ SMALL = [
 STARTS_AGAIN = "no checkpoint was saved: the same command starts again at step 0"
 """The last line, after the report."""
 EXPERTS = {"experts", "experts_dropped", "dead_experts"}
-OPTIONS = {"best_step", "kd_loss"}
+OPTIONS = {"best_step", "kd_loss", "accuracy"}
 DATA = {"sources", "epochs", "eval_loss", "perplexity"}
 """Keys of a run with mixtures of experts."""
 

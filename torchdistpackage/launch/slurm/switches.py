@@ -192,9 +192,9 @@ def _aggregate(read: _Read) -> None:
     for size in read.sizes[1:]:
         number = max(size // smallest, 1)
         for first in range(0, len(read.blocks), number):
-            blocks = tuple(read.blocks[first : first + number])
+            blocks = read.blocks[first : first + number]
             name = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"{blocks[0]} of {size}"
-            read.add(name, _Switch(read.switches[blocks[0]].line, children=blocks))
+            read.add(name, _Switch(read.switches[blocks[0]].line, children=tuple(blocks)))
 
 
 def _find_parents(read: _Read) -> None:
