@@ -133,6 +133,8 @@ def test_a_config_with_cached_names_is_checked(cache, tmp_path):
     config = parity.config([tokenizer, sources, "data.val_path=datasets:wikitext/v1:test"])
     assert [part.name for part in config.data.all_parts.values()] == ["arrow"] * 3
     assert [x.path for x in absent_files(config)] == ["data.sources[1].path"]
+    config = parity.config([tokenizer, "data.name=arrow", "data.path=wikitext/v1"])
+    assert "datasets:wikitext/v1" in absent_files(config)[0].text
     with pytest.raises(ConfigError, match=r"data\.path=datasets:wikitext/v1 .* name=arrow reads"):
         parity.config([tokenizer, "data.name=jsonl", "data.path=datasets:wikitext/v1"])
 

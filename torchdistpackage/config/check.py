@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torchdistpackage.bounded import check_regular
 from torchdistpackage.config import rules
-from torchdistpackage.config.cached_datasets import located
+from torchdistpackage.config.cached_datasets import CACHED, located
 from torchdistpackage.config.chat_templates import chat_templates, no_chat_template
 from torchdistpackage.config.data_section import CHAT_FIELDS, SUFFIX_OF_KIND, DataSection
 from torchdistpackage.config.data_split import split_at_end, too_few_tokens
@@ -147,7 +147,8 @@ def _unfit_path(path: Path) -> str:
     except DataError as error:
         return str(error)
     if not path.exists():
-        return f"{path} does not exist, seen from {Path.cwd()}; check the path"
+        hint = f", or write {CACHED}{path}, which is cached" if _is_cached(path) else ""
+        return f"{path} does not exist, seen from {Path.cwd()}; check the path{hint}"
     if path.is_dir():
         return ""
     try:
@@ -155,6 +156,14 @@ def _unfit_path(path: Path) -> str:
     except OSError as error:
         return f"{path} {error.strerror}; name a file or a folder"
     return ""
+
+
+def _is_cached(path: Path) -> bool:
+    try:
+        located(f"{CACHED}{path}")
+    except DataError:
+        return False
+    return True
 
 
 def absent_files(config: RunConfig) -> list[Problem]:
