@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import mul
+from operator import add, mul
 from typing import NamedTuple
 
 from torchdistpackage.config.schema import RunConfig
@@ -157,6 +157,7 @@ class MemoryBounds:
             int(self.counts_activations), int(not has_copy and not is_frozen)
         )
         self._stream_bytes = ITEM_BYTES[base.numbers.weights.dtype]
+        self._needs_whole = run.optim.spec.needs_whole
         self._kinds: list[int] = []
         self._layouts = self._by_piece()
         self._pieces = Counter(self._kinds)
@@ -165,7 +166,8 @@ class MemoryBounds:
         self._affine: dict[object, list[tuple[float, float, float]]] = {}
         self._kept: dict[object, list[float]] = {}
         self._groups: dict[object, int] = {}
-        self._of_rank: dict[object, list[_StateParts]] = {}
+        self._of_rank: dict[object, list[float]] = {}
+        self._least_state: dict[object, float] = {}
         self._cuts: dict[tuple[tuple[int, ...], bool], PlacedCut] = {}
 
     def micro_batch(self, choice: LayoutChoice) -> int:
@@ -178,23 +180,41 @@ class MemoryBounds:
         """Return bytes that the fullest rank does not undercut; of several choices, which differ in
         their stage of ZeRO, with any of them."""
         one = choices[0]
-        needed = max(
-            min(self._state(x, state) for x in choices) + kept
-            for state, kept in zip(self._states(one), self._activations(one), strict=True)
-        )
-        return needed + self._communicators(one)
+        states = self._least_states(choices)
+        return max(map(add, states, self._activations(one))) + self._communicators(one)
 
     def least_mean(self, choice: LayoutChoice) -> float:
         """Return bytes that the fullest rank does not undercut with any schedule and stage of
         ZeRO: those of a mean pipe rank with one micro-batch."""
-        whole, _ = self._whole_state(choice)
-        state = min(self._state(x, whole) for x in sharded(self.run, self.world_size, choice))
+        key = choice.tensor, choice.pipe, choice.expert, choice.microbatches > 1
+        if key not in self._least_state:
+            whole, _ = self._whole_state(choice)
+            each = sharded(self.run, self.world_size, choice)
+            self._least_state[key] = min(self._state(x, whole) for x in each)
+        state = self._least_state[key]
         kept = self._least_kept_of_model(choice, self.micro_batch(choice))
         return (state + kept) / choice.pipe + self._communicators(choice)
 
+    def _least_states(self, choices: Sequence[LayoutChoice]) -> list[float]:
+        """Return the bytes of state that each pipe rank has at least, with any of these choices,
+        which differ in their stage of ZeRO."""
+        one = choices[0]
+        stages = tuple(x.zero for x in choices)
+        key = id(self.cut(one)), one.tensor, one.expert, one.microbatches > 1, stages
+        if key not in self._of_rank:
+            _, of_kind = self._whole_state(one)
+            # most ranks have as many pieces of each kind as others
+            least: dict[frozenset[tuple[int, int]], float] = {}
+            pieces = [frozenset(kinds.items()) for kinds in self.cut(one).kinds]
+            for each in set(pieces):
+                states = self._sum(dict(each), of_kind)
+                least[each] = min(self._state(x, states) for x in choices)
+            self._of_rank[key] = [least[each] for each in pieces]
+        return self._of_rank[key]
+
     def _state(self, choice: LayoutChoice, states: _StateParts) -> float:
         """Return the bytes of state that a rank has at least."""
-        if self.run.optim.spec.needs_whole:  # each parameter has an owner
+        if self._needs_whole:  # each parameter has an owner
             sharers = (math.inf,) * 3
         else:
             dense = self.world_size / (choice.tensor * choice.pipe)
@@ -329,15 +349,6 @@ class MemoryBounds:
             loads = rank_loads(blocks, placement)
             self._cuts[key] = PlacedCut(blocks, loads, held, kinds, stages)
         return self._cuts[key]
-
-    def _states(self, choice: LayoutChoice) -> list[_StateParts]:
-        """Return the training state of each pipe rank."""
-        cut = self.cut(choice)
-        key = id(cut), choice.tensor, choice.expert
-        if key not in self._of_rank:
-            _, of_kind = self._whole_state(choice)
-            self._of_rank[key] = [self._sum(kinds, of_kind) for kinds in cut.kinds]
-        return self._of_rank[key]
 
     def _whole_state(self, choice: LayoutChoice) -> tuple[_StateParts, list[_StateParts]]:
         """Return the training state of the model on ranks with these degrees of tensor and expert,

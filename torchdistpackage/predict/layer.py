@@ -316,9 +316,9 @@ class LayerCosts:
 
     # -- a block with its communication -----------------------------------------------------
 
-    def block(self) -> BlockTime:
-        """One block for one microbatch."""
-        x, ops = self.layout, self.block_operations()
+    def block(self, operations: list[Operation] | None = None) -> BlockTime:
+        """One block for one microbatch. operations: its own, where they are known."""
+        x, ops = self.layout, operations or self.block_operations()
         forward = sum(op.forward for op in ops)
         backward = sum(op.backward for op in ops)
         again = [op for op in ops if self._is_repeated(op)]

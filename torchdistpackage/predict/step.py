@@ -9,11 +9,18 @@ the order of `TERMS`, and the terms add up to the step.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import attrgetter
 
 from torchdistpackage.predict.collectives import Fabric
 from torchdistpackage.predict.devices import Accelerator
 from torchdistpackage.predict.kernels import memory_seconds
-from torchdistpackage.predict.layer import BlockTime, LayerCosts, adapter_parameters, shares
+from torchdistpackage.predict.layer import (
+    BlockTime,
+    LayerCosts,
+    Operation,
+    adapter_parameters,
+    shares,
+)
 from torchdistpackage.predict.workload import ShardGroups, StepLayout, TransformerSizes
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import StageCosts
@@ -85,6 +92,15 @@ def step_time(
     return StepModel(sizes, device, fabric).time(layout, schedule)
 
 
+_timed_by = attrgetter(
+    *StepLayout.__dataclass_fields__.keys()
+    - {"ranks", "num_microbatches", "pipe", "chunks", "zero", "shard", "rounds", "exchanges"}
+    - {"blocks", "order", "recompute"}
+)
+"""The fields that the times of a layer are computed from where nothing is copied; `_timed` adds
+`zero` and `num_microbatches`, of which most values give the same times."""
+
+
 @dataclass(slots=True)
 class _Parts:
     """Seconds of a step besides its microbatches: of exposed data, of the optimizer, and of the
@@ -108,7 +124,8 @@ class StepModel:
         self.device = device
         self._fabric = fabric
         self._makespans: dict[object, float] = {}
-        self._pieces: dict[tuple[StepLayout, int, int], tuple[BlockTime, BlockTime, BlockTime]] = {}
+        self._pieces: dict[object, tuple[BlockTime, BlockTime, BlockTime]] = {}
+        self._computed: dict[object, tuple[list[Operation], BlockTime, BlockTime]] = {}
 
     def time(self, layout: StepLayout, schedule: "Schedule | Ordered | None" = None) -> StepTime:
         """Return the terms of a step; `schedule` is of the pipe, None: the one the layout names."""
@@ -251,31 +268,25 @@ class StepModel:
     def _timed(self, layout: StepLayout) -> tuple[BlockTime, BlockTime, BlockTime]:
         """Return the times of a block and of the two ends, which LayerCosts computes from the ranks
         that share a layer and not from how stages, replicas and rounds are arranged."""
-        key = replace(layout, blocks=())
+        computed: object = replace(layout, blocks=(), recompute="none")
         if layout.copies == "none":
-            key = replace(
-                layout,
-                ranks=layout.tensor * layout.context,
-                num_microbatches=layout.num_microbatches if layout.float8 else 1,
-                pipe=1,
-                chunks=1,
-                zero=max(layout.zero, 2),  # only stage 3 frees what its gradients add up in
-                shard=0,
-                rounds=1,
-                exchanges=0,
-                blocks=(),
-                order=(),
-            )
+            zero = max(layout.zero, 2)  # only stage 3 frees what its gradients add up in
+            computed = (_timed_by(layout), zero, layout.num_microbatches if layout.float8 else 1)
         links = self.links(layout)
         # beyond a node all are as far as the next one
         distances = (
             min(layout.stride("context"), links.node_size) if layout.context > 1 else 0,
             min(layout.expert_stride, links.node_size) if layout.expert > 1 else 0,
         )
-        if (key, *distances) not in self._pieces:
+        key = computed, layout.recompute, distances
+        if key not in self._pieces:
             costs = LayerCosts(self.sizes, layout, self.device, links)
-            self._pieces[key, *distances] = costs.block(), costs.embedding(), costs.head()
-        return self._pieces[key, *distances]
+            if computed not in self._computed:
+                ends = costs.embedding(), costs.head()
+                self._computed[computed] = costs.block_operations(), *ends
+            operations, *ends = self._computed[computed]
+            self._pieces[key] = costs.block(operations), *ends
+        return self._pieces[key]
 
     def links(self, layout: StepLayout) -> Fabric:
         """Return the links between the ranks."""
