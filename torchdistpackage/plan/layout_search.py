@@ -25,6 +25,7 @@ from torchdistpackage.plan.layout_space import (
     scheduled,
     sharded,
     variants,
+    zero_stages,
 )
 from torchdistpackage.plan.memory_bounds import MemoryBounds, base_plan
 from torchdistpackage.plan.memory_fit import largest_peak, unpredicted_memory
@@ -226,28 +227,25 @@ class _LayoutSearch:
         micro-batches."""
         number = 0
         for degree in degrees(self.run, self.world_size):
-            pipe = degree.pipe
+            tried = orders(self.run, self.world_size, self.node_size, degree)
+            placed = [(x.order, self._distances(x)) for x in tried]
             for divided_ in divided(self.run, self.world_size, degree):
                 number += 1
-                best = replace(divided_, zero=3)
-                micro = self.bounds.micro_batch(best)
-                times = best.accumulate * best.microbatches
-                fitting = [
-                    (x.sequence_parallel, x.recompute)
-                    for x in variants(best)
-                    if self._within(self.bounds.least_mean(x))
-                ]
-                if not fitting:
-                    continue
-                for order in orders(self.run, self.world_size, self.node_size, best):
-                    for along, recompute in fitting:
-                        each = replace(order, sequence_parallel=along, recompute=recompute)
-                        seconds = times * self._work_of_microbatch(each, micro) / pipe
-                        queue.push(seconds * _ROUNDING, 0, replace(each, zero=0))
+                micro = self.bounds.micro_batch(divided_)
+                times = divided_.accumulate * divided_.microbatches / degree.pipe
+                fitting = [x for x in variants(divided_) if self._within(self.bounds.least_mean(x))]
+                for order, distances in placed:
+                    for variant in fitting:
+                        each = replace(variant, order=order) if order else variant
+                        seconds = times * self._work_of_microbatch(each, micro, distances)
+                        queue.push(seconds * _ROUNDING, 0, each)
         return number
 
-    def _work_of_microbatch(self, choice: LayoutChoice, micro: int) -> float:
-        """Return the least seconds of a micro-batch on all stages together."""
+    def _work_of_microbatch(
+        self, choice: LayoutChoice, micro: int, distances: tuple[int, ...]
+    ) -> float:
+        """Return the least seconds of a micro-batch on all stages together. distances: those of
+        its order."""
         key = (
             choice.tensor,
             choice.context,
@@ -255,7 +253,7 @@ class _LayoutSearch:
             micro,
             choice.sequence_parallel,
             choice.recompute,
-            self._distances(choice),
+            distances,
         )
         if key not in self._work:
             self._work[key] = self.model.work(self._layout(replace(choice, zero=3)))
@@ -283,7 +281,7 @@ class _LayoutSearch:
                 continue  # make_plan refuses it
             if each.pipe * each.chunks > len(self.bounds.units.names):
                 continue  # a rule
-            if not self._fits(*sharded(self.run, self.world_size, each)):
+            if not self._fits(each, zero_stages(self.run, self.world_size, each)):
                 continue
             best = replace(each, zero=3)
             placement = placement_of(each.schedule, each.pipe, each.chunks)
@@ -349,10 +347,10 @@ class _LayoutSearch:
             self.least = min(self.least or math.inf, num_bytes)
         return num_bytes <= self.limit
 
-    def _fits(self, *choices: LayoutChoice) -> bool:
-        """Return whether the bytes that a rank needs at least are within its limit, of one of these
-        choices."""
-        return self._within(self.bounds.least_peak(*choices))
+    def _fits(self, choice: LayoutChoice, stages: tuple[int, ...] | None = None) -> bool:
+        """Return whether the bytes that a rank needs at least are within its limit, with one of
+        these stages of ZeRO where they are given."""
+        return self._within(self.bounds.least_peak(choice, stages))
 
 
 class _BoundQueue:

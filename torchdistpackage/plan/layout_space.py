@@ -238,10 +238,16 @@ def scheduled(choice: LayoutChoice) -> Iterator[LayoutChoice]:
                 yield replace(choice, schedule=name, chunks=chunks)
 
 
+def zero_stages(run: RunConfig, world_size: int, choice: LayoutChoice) -> tuple[int, ...]:
+    """Return the stages of ZeRO that are tried; a single rank shards nothing."""
+    if world_size > choice.tensor * choice.pipe:
+        return (0, 1, 2, 3)
+    return (1,) if run.precision.weights == "bf16" else (0,)
+
+
 def sharded(run: RunConfig, world_size: int, choice: LayoutChoice) -> Iterator[LayoutChoice]:
-    """Yield the same with each stage of ZeRO; a single rank shards nothing."""
-    alone = (1,) if run.precision.weights == "bf16" else (0,)
-    for zero in (0, 1, 2, 3) if world_size > choice.tensor * choice.pipe else alone:
+    """Yield the same with each stage of ZeRO."""
+    for zero in zero_stages(run, world_size, choice):
         yield replace(choice, zero=zero)
 
 

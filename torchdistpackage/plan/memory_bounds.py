@@ -18,7 +18,7 @@ from torchdistpackage.layout.derive import creations
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.gpt_layout import ATTENTION, HALVES, HEAD
 from torchdistpackage.models.registry import spec_of
-from torchdistpackage.plan.layout_space import LayoutChoice, sharded
+from torchdistpackage.plan.layout_space import LayoutChoice, zero_stages
 from torchdistpackage.plan.memory import MemoryEstimate, communicators, memory
 from torchdistpackage.plan.memory_fit import unpredicted_memory
 from torchdistpackage.plan.order_peaks import Live, live_of, placement_of
@@ -55,15 +55,15 @@ class _StateBytes(NamedTuple):
     def of(cls, estimate: MemoryEstimate) -> "_StateBytes":
         return cls(estimate.weights_bytes, estimate.gradients_bytes, estimate.optimizer_bytes)
 
-    def least(self, choice: LayoutChoice, sharers: float, rest: "_ThirdStage") -> float:
-        """Return the bytes that a rank has at least, with the buckets of gathered weights. The
-        file's choice of number formats may add copies."""
-        adds_up = choice.zero < 2 or choice.microbatches > 1
+    def least(self, zero: int, several: bool, sharers: float, rest: "_ThirdStage") -> float:
+        """Return the bytes that a rank has at least at a stage of ZeRO, with the buckets of
+        gathered weights. The file's choice of number formats may add copies. several: whether
+        gradients of several micro-batches add up."""
+        adds_up = zero < 2 or several
         return (
-            self.weights
-            * (1 if choice.zero < 3 else rest.gathered * (sharers > 1) + rest.parts / sharers)
-            + self.gradients * (adds_up + (choice.zero >= 2) / sharers)
-            + self.optimizer / (sharers if choice.zero else 1)
+            self.weights * (1 if zero < 3 else rest.gathered * (sharers > 1) + rest.parts / sharers)
+            + self.gradients * (adds_up + (zero >= 2) / sharers)
+            + self.optimizer / (sharers if zero else 1)
         )
 
 
@@ -129,16 +129,25 @@ class _PieceBytes(NamedTuple):
         )
 
 
+class _RankPieces(NamedTuple):
+    """The pieces of the stages of a rank. messages: neighbours of its stages. ends: how many of its
+    stages are the first or the last."""
+
+    held: tuple[_Held, ...]
+    messages: int
+    ends: int
+
+
 @dataclass(frozen=True, slots=True)
 class PlacedCut:
     """How a placement shares the pieces. blocks, held: of each stage. kinds: number of pieces of
-    each kind on each rank. stages: those of each rank."""
+    each kind on each rank. ranks: the pieces of each."""
 
     blocks: tuple[float, ...]
     loads: tuple[RankLoad, ...]
     held: list[_Held]
     kinds: list[Counter[int]]
-    stages: list[list[int]]
+    ranks: list[_RankPieces]
 
 
 class MemoryBounds:
@@ -176,12 +185,11 @@ class MemoryBounds:
         samples = self.run.data.global_batch * self.run.data.rows_per_sample
         return samples // (data * choice.accumulate * choice.microbatches)
 
-    def least_peak(self, *choices: LayoutChoice) -> float:
-        """Return bytes that the fullest rank does not undercut; of several choices, which differ in
-        their stage of ZeRO, with any of them."""
-        one = choices[0]
-        states = self._least_states(choices)
-        return max(map(add, states, self._activations(one))) + self._communicators(one)
+    def least_peak(self, choice: LayoutChoice, stages: tuple[int, ...] | None = None) -> float:
+        """Return bytes that the fullest rank does not undercut; with any of these stages of ZeRO,
+        where they are given."""
+        states = self._least_states(choice, stages or (choice.zero,))
+        return max(map(add, states, self._activations(choice))) + self._communicators(choice)
 
     def least_mean(self, choice: LayoutChoice) -> float:
         """Return bytes that the fullest rank does not undercut with any schedule and stage of
@@ -189,31 +197,30 @@ class MemoryBounds:
         key = choice.tensor, choice.pipe, choice.expert, choice.microbatches > 1
         if key not in self._least_state:
             whole, _ = self._whole_state(choice)
-            each = sharded(self.run, self.world_size, choice)
-            self._least_state[key] = min(self._state(x, whole) for x in each)
+            stages = zero_stages(self.run, self.world_size, choice)
+            self._least_state[key] = self._state(choice, stages, whole)
         state = self._least_state[key]
         kept = self._least_kept_of_model(choice, self.micro_batch(choice))
         return (state + kept) / choice.pipe + self._communicators(choice)
 
-    def _least_states(self, choices: Sequence[LayoutChoice]) -> list[float]:
-        """Return the bytes of state that each pipe rank has at least, with any of these choices,
-        which differ in their stage of ZeRO."""
-        one = choices[0]
-        stages = tuple(x.zero for x in choices)
-        key = id(self.cut(one)), one.tensor, one.expert, one.microbatches > 1, stages
+    def _least_states(self, choice: LayoutChoice, stages: tuple[int, ...]) -> list[float]:
+        """Return the bytes of state that each pipe rank has at least with any of these stages of
+        ZeRO."""
+        cut = self.cut(choice)
+        key = id(cut), choice.tensor, choice.expert, choice.microbatches > 1, stages
         if key not in self._of_rank:
-            _, of_kind = self._whole_state(one)
+            _, of_kind = self._whole_state(choice)
             # most ranks have as many pieces of each kind as others
-            least: dict[frozenset[tuple[int, int]], float] = {}
-            pieces = [frozenset(kinds.items()) for kinds in self.cut(one).kinds]
-            for each in set(pieces):
-                states = self._sum(dict(each), of_kind)
-                least[each] = min(self._state(x, states) for x in choices)
+            pieces = [frozenset(kinds.items()) for kinds in cut.kinds]
+            least = {
+                each: self._state(choice, stages, self._sum(dict(each), of_kind))
+                for each in set(pieces)
+            }
             self._of_rank[key] = [least[each] for each in pieces]
         return self._of_rank[key]
 
-    def _state(self, choice: LayoutChoice, states: _StateParts) -> float:
-        """Return the bytes of state that a rank has at least."""
+    def _state(self, choice: LayoutChoice, stages: tuple[int, ...], states: _StateParts) -> float:
+        """Return the bytes of state that a rank has at least with any of these stages of ZeRO."""
         if self._needs_whole:  # each parameter has an owner
             sharers = (math.inf,) * 3
         else:
@@ -222,10 +229,10 @@ class MemoryBounds:
             sharers = dense, max(dense / choice.expert, 1.0), 2 * dense
         third = self._third_stage
         # a weight of several stages is never freed
-        stages = third, third, third._replace(parts=0)
-        return sum(
-            x.least(choice, n, rest) for x, n, rest in zip(states, sharers, stages, strict=True)
-        )
+        rests = third, third, third._replace(parts=0)
+        several = choice.microbatches > 1
+        parts = [*zip(states, sharers, rests, strict=True)]
+        return min(sum(x.least(zero, several, n, y) for x, n, y in parts) for zero in stages)
 
     def _activations(self, choice: LayoutChoice) -> list[float]:
         """Return the bytes that each pipe rank needs at least besides its state."""
@@ -241,21 +248,22 @@ class MemoryBounds:
         if choice.pipe > 1:
             live = live_of(choice.schedule, choice.pipe, m, chunks)
         of_stage = {each: pieces.of(each) for each in set(cut.held)}
-        stages = [of_stage[each] for each in cut.held]
         rows = micro * self.run.data.seq_len // choice.context
         along = choice.tensor if choice.sequence_parallel else 1
         stream = rows // along * self.sizes.dim * self._stream_bytes
-        last = len(cut.held) - 1
         share = 1 + FRAGMENTED * (self.on_gpu)
-        needed: list[float] = []
-        for held, moments in zip(cut.stages, live, strict=True):
-            weights = [stages[s].kept for s in held] + [stages[s].deferred for s in held]
-            worst = max(sum(map(mul, counts, weights)) for counts in moments)
-            worst += min(stages[s].besides for s in held)
+        of_rank: dict[_RankPieces, tuple[list[float], float]] = {}
+        for rank in set(cut.ranks):
+            stages = [of_stage[each] for each in rank.held]
+            besides = min(x.besides for x in stages)
             # messages of one micro-batch at least, and ids or targets of all
-            worst += 2 * stream * sum((s < last) + (s > 0) for s in held)
-            worst += 8 * m * rows * ((0 in held) + (last in held))
-            needed.append(share * worst)
+            besides += 2 * stream * rank.messages + 8 * m * rows * rank.ends
+            of_rank[rank] = [x.kept for x in stages] + [x.deferred for x in stages], besides
+        needed: list[float] = []
+        for rank, moments in zip(cut.ranks, live, strict=True):
+            weights, besides = of_rank[rank]
+            worst = max([sum(map(mul, counts, weights)) for counts in moments])
+            needed.append(share * (worst + besides))
         self._kept[key] = needed
         return needed
 
@@ -322,13 +330,14 @@ class MemoryBounds:
         plan = replace(self.base, config=config, topology=world, model=spec_of(config))
 
         groups = [(1, 2), (1,), (2,), (len(plan.pieces) - 1,)]
-        groups += [(1, 2, 3), (1, 2, 3, 4)] if self.sizes.layers > 1 else []
+        groups += [(1, 2, 3, 4)] if self.sizes.layers > 1 else []
         block, attention, mlp, head, *longer = least_bytes(
             plan, groups, expert=choice.expert, on_gpu=self.on_gpu
         )
         if longer:  # the first block has the tables of positions besides
-            attention = replace(attention, kept=longer[0].kept - block.kept)
-            block = replace(block, kept=longer[1].kept - block.kept)
+            second = longer[0].kept - block.kept
+            attention = replace(attention, kept=attention.kept - (block.kept - second))
+            block = replace(block, kept=second)
         self._bytes[key] = _PieceBytes(block, attention, mlp, head)
         return self._bytes[key]
 
@@ -347,7 +356,16 @@ class MemoryBounds:
             names = self.units.names
             held = [_Held.of([names[i] for i in pieces]) for pieces in cut]
             loads = rank_loads(blocks, placement)
-            self._cuts[key] = PlacedCut(blocks, loads, held, kinds, stages)
+            last = len(cut) - 1
+            ranks = [
+                _RankPieces(
+                    tuple(held[s] for s in own),
+                    sum((s < last) + (s > 0) for s in own),
+                    (0 in own) + (last in own),
+                )
+                for own in stages
+            ]
+            self._cuts[key] = PlacedCut(blocks, loads, held, kinds, ranks)
         return self._cuts[key]
 
     def _whole_state(self, choice: LayoutChoice) -> tuple[_StateParts, list[_StateParts]]:
