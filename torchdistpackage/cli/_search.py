@@ -32,6 +32,11 @@ from torchdistpackage.predict.error_table import MEAN_BAR, UNFITTED_BAR
 from torchdistpackage.text import text_table
 
 AXES = ("data", "pipe", "context", "tensor", "expert")
+_TRIED = (
+    "micro-batches are powers of two samples or all of a rank's, in numbers that their schedule is "
+    "published for"
+)
+"""How the space of a search is restricted (`plan/layout_space.py`), in one line."""
 _MORE = (2, 4, 8, 16, 32, 64)
 """Multiples of the ranks that are tried where nothing fits."""
 
@@ -260,7 +265,7 @@ def _table(
     notes.append("a short run of two or three of them tells which is faster on your cluster")
     lines = [wrap(f"note  {text}", indent=" " * 6) for text in notes]
     keys = [_keys(number, each, world) for number, each in enumerate(found, 1)]
-    return "\n".join([head, "", text_table(rows, last_left=True), "", *lines, "", *keys])
+    return "\n".join([head, _TRIED, "", text_table(rows, last_left=True), "", *lines, "", *keys])
 
 
 def _pays(each: RankedLayout) -> str:
