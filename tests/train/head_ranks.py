@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tests.data.texts import WORDS, save_lines, save_tokenizer
 from tests.train import parity
+from tests.train.lora_ranks import plain, quiet
 from tests.train.preference_ranks import trainer
 from tests.train.transformers_ranks import Answer, everywhere_float64, set_rate, steps_of, whole
 from torchdistpackage.config.schema import RunConfig
@@ -27,6 +28,8 @@ KEYS = {
     "reward": ["data.name=reward", "data.center_rewards=0.05"],
 }
 """What the YAML has of each kind of task here."""
+LORA = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+ADAPTERS = "model.lora={r: 3, alpha: 6, target: [q_proj, v_proj, down_proj]}"
 ENDING = {"token_classification": "ForTokenClassification"}
 
 
@@ -95,9 +98,25 @@ def trained(overrides: list[str]) -> tuple[Answer, list[dict[str, float]], float
     return answer, logged, run.evaluate(), dict(run.val_task)
 
 
-def of_transformers(kind: str, overrides: list[str]):
+def begun(overrides: list[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights before the first step, here and in transformers."""
+    from transformers import AutoModelForSequenceClassification
+
+    run, section = trainer(overrides), parity.config([*BASE, *overrides])
+    known = {"dtype": torch.float64, "num_labels": len(NAMES)}
+    model = AutoModelForSequenceClassification.from_pretrained(section.model.hf, **known)
+    return parity.whole([parity.held(run, "data")]), dict(model.named_parameters())
+
+
+def initial(overrides: list[str]) -> parity.Held:
+    return parity.held(trainer(overrides), "data")
+
+
+def of_transformers(
+    kind: str, overrides: list[str], adapters: dict[str, Tensor] | None = None
+) -> tuple[Answer, float, Tensor, Tensor]:
     """(Answer, loss of a validation, its outputs, its labels) of transformers' own model and loss,
-    from the rows of the file."""
+    from the rows of the file. adapters: with peft's, which begin with these values."""
     import transformers
 
     section = parity.config([*BASE, *overrides])
@@ -107,10 +126,14 @@ def of_transformers(kind: str, overrides: list[str]):
         model.config.problem_type = "multi_label_classification"
     elif kind == "regression":
         model.config.problem_type = "regression"
-    named, optim = dict(model.named_parameters()), section.optim
+    if adapters is not None:
+        model = _with_adapters(kind, model, adapters)
+    named = {plain(n): p for n, p in model.named_parameters() if "original_module" not in n}
+    named = {name.replace(".modules_to_save", ""): p for name, p in named.items()}
+    optim, trained = section.optim, [p for p in named.values() if p.requires_grad]
     groups = [
-        {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": optim.weight_decay},
-        {"params": [p for p in named.values() if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": optim.weight_decay},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
     ]
     adam = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
     gradients, losses = [], []
@@ -129,6 +152,19 @@ def of_transformers(kind: str, overrides: list[str]):
     with everywhere_float64(), torch.no_grad():
         val, outputs, labels = loss_of(kind, model, ids, by_ids, section)
     return Answer(whole(named), gradients, losses), val.item(), outputs, labels
+
+
+def _with_adapters(kind: str, model: nn.Module, adapters: dict[str, Tensor]) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    task = "TOKEN_CLS" if kind == "token_classification" else "SEQ_CLS"
+    with quiet():
+        model = get_peft_model(model, LoraConfig(task_type=task, **LORA))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(adapters[plain(name)])
+    return model
 
 
 BASE = [
@@ -258,11 +294,23 @@ def area(scores: Tensor, wanted: Tensor) -> float | None:
     return ((above > below).double() + (above == below).double() / 2).mean().item()
 
 
-def of_folder(folder: str, overrides: list[str]) -> dict[str, float]:
-    """(loss, accuracy) on all rows of transformers' own class, by what is in an exported folder."""
+def of_folder(folder: str, overrides: list[str], base: str | None = None) -> dict[str, float]:
+    """(loss, accuracy) on all rows of transformers' own class, by what is in an exported folder.
+    base: the folder of the model, of which an export has the adapters alone."""
     from transformers import AutoModelForSequenceClassification
 
-    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    if base is None:
+        model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    else:
+        from peft import PeftModel
+
+        names = {
+            "id2label": dict(enumerate(NAMES)),
+            "label2id": {x: i for i, x in enumerate(NAMES)},
+        }
+        model = AutoModelForSequenceClassification.from_pretrained(base, **names)
+        with quiet():
+            model = PeftModel.from_pretrained(model, folder).eval()
     section, (ids, labels) = parity.config(overrides), ([], [])
     for key, label in _labels_by_ids("classification", section).items():
         ids.append([*key, *[PAD] * (section.data.seq_len - len(key))])

@@ -4,49 +4,63 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from tests.data.texts import save_lines
 from tests.train import parity
 from tests.train.head_ranks import (
+    ADAPTERS,
     BASE,
     ENDING,
     KEYS,
     NAMES,
+    begun,
     data_keys,
     expected_values,
+    initial,
     of_folder,
     of_transformers,
     rows_of,
     save_head,
     trained,
 )
+from tests.train.lora_ranks import quiet
 from tests.train.test_preference import LAYOUTS
-from tests.train.test_transformers import MODELS
+from tests.train.test_transformers import MODELS, NO_GRADIENT
 from torchdistpackage.data.tokens.texts import wrong_texts
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.train import head_metrics
 
-CONFIG = {**MODELS["llama"], "vocab_size": 300, "num_hidden_layers": 4}
-CONFIG |= {"pad_token_id": 0, "classifier_dropout": 0.0}
+
+def config_of(model: str) -> dict:
+    changes = {"vocab_size": 300, "pad_token_id": 0, "classifier_dropout": 0.0}
+    changes |= {"num_hidden_layers": 4} if model == "llama" else {}
+    return {**MODELS[model], **changes}
+
+
+CONFIG = config_of("llama")
 
 FULL = (pytest.mark.full,)
 
 
 @pytest.fixture(scope="session")
 def heads(ranks, tmp_path_factory):
-    """(overrides, what transformers says) of a kind of task, each made once."""
-    made: dict[str, tuple[list[str], tuple]] = {}
+    """(overrides, what transformers says) of a kind of task and a model, each made once."""
+    made: dict[tuple[str, str, bool], tuple[list[str], tuple]] = {}
 
-    def of(kind: str) -> tuple[list[str], tuple]:
-        if kind not in made:
+    def of(kind: str, model: str = "llama", adapted: bool = False) -> tuple[list[str], tuple]:
+        if (kind, model, adapted) not in made:
             folder = tmp_path_factory.mktemp(kind)
             num = 1 if kind in ("regression", "reward") else len(NAMES)
             ending = ENDING.get(kind, "ForSequenceClassification")
-            ranks(1).run(save_head, CONFIG, str(folder / "model"), ending, num)
+            ranks(1).run(save_head, config_of(model), str(folder / "model"), ending, num)
             overrides = [*data_keys(kind, folder), f"model.hf={folder / 'model'}"]
-            made[kind] = overrides, ranks(1).run(of_transformers, kind, overrides)[0]
-        return made[kind]
+            overrides += [ADAPTERS] * adapted
+            adapters = parity.whole(ranks(1).run(initial, overrides)) if adapted else None
+            truth = ranks(1).run(of_transformers, kind, overrides, adapters)[0]
+            made[kind, model, adapted] = overrides, truth
+        return made[kind, model, adapted]
 
     return of
 
@@ -66,28 +80,87 @@ CASES = dict.fromkeys([*SMALL, *((kind, layout) for kind in KEYS for layout in L
     ("kind", "layout"), [pytest.param(*x, marks=() if x in SMALL else FULL) for x in CASES]
 )
 def test_three_steps_are_those_of_transformers(ranks, heads, kind, layout):
-    overrides, (truth, val, outputs, labels) = heads(kind)
+    found = expect_those_of_transformers(ranks, heads(kind), kind, layout)
+    if kind != "token_classification":
+        assert {x["tokens"] for x in found[0][1]} == {4}, "of weighted classes these, not weights"
+
+
+def expect_those_of_transformers(ranks, case, kind, layout, least=1e-30):
+    overrides, (truth, val, outputs, labels) = case
     values = expected_values(kind, outputs, labels)
     size, changes = LAYOUTS[layout]
     found = ranks(size).run(trained, [*overrides, *changes])
     for step, expected in enumerate(truth.gradients):
-        parity.expect_close([mine.gradients[step] for mine, *_ in found], [expected])
+        mine = [answer.gradients[step] for answer, *_ in found]
+        parity.expect_close(mine, [expected], least=least)
     parity.expect_close([mine.weights for mine, *_ in found], [truth.weights])
     for mine, logged, mine_val, mine_values in found:
         assert mine.losses == pytest.approx(truth.losses, rel=1e-9)
         assert mine_val == pytest.approx(val, rel=1e-9)
         assert mine_values == pytest.approx(values, rel=1e-9)
         assert logged == found[0][1]
-    if kind != "token_classification":
-        assert {x["tokens"] for x in found[0][1]} == {4}, "of weighted classes these, not weights"
+    return found
 
 
+WITH_ADAPTERS = [
+    (kind, layout)
+    for kind in ("classification", "token_classification", "reward")
+    for layout in ("pipe2xtensor2", "data2-zero3", "tensor2", "sequence2", "pipe2", "context2")
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        pytest.param(*x, marks=() if x == ("classification", "pipe2xtensor2") else FULL)
+        for x in WITH_ADAPTERS
+    ],
+)
+def test_a_head_beside_adapters_is_trained_as_by_peft(ranks, heads, kind, layout):
+    found = expect_those_of_transformers(ranks, heads(kind, adapted=True), kind, layout)
+    trained_ones = {name for mine, *_ in found for name, *_ in mine.gradients[0]}
+    assert all(".lora_" in name or name.startswith("score.") for name in trained_ones)
+    assert "score.weight" in trained_ones
+
+
+OF_FAMILIES = [
+    (model, kind, layout)
+    for model in MODELS
+    for kind in ("classification", "token_classification")
+    for layout in ("data2-zero3", "pipe2", "tensor2")
+    if model != "llama" and (model, kind) != ("opt", "token_classification")
+]
+TWO = [("gpt2", "token_classification", "tensor2"), ("opt", "classification", "pipe2")]
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "layout"),
+    [pytest.param(*x, marks=() if x in TWO else FULL) for x in OF_FAMILIES],
+)
+def test_heads_of_each_family_are_those_of_transformers(ranks, heads, model, kind, layout):
+    expect_those_of_transformers(ranks, heads(kind, model), kind, layout, NO_GRADIENT)
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param(x, marks=() if x == "gpt_neox" else FULL) for x in MODELS]
+)
+def test_a_head_begins_on_the_weights_of_each_language_model(ranks, tmp_path, model):
+    ranks(1).run(save_head, config_of(model), str(tmp_path / "model"), None, 0)
+    keys = [*data_keys("classification", tmp_path), f"model.hf={tmp_path}/model"]
+    ((found, expected),) = ranks(1).run(begun, [*keys, "data.labels=[red, green, blue]"])
+    assert found.keys() == expected.keys()
+    head = found.pop("score.weight")
+    assert head.shape == expected.pop("score.weight").shape and 0 < head.std() < 0.1
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
+
+
+@pytest.mark.parametrize("lora", [[], [ADAPTERS]], ids=["whole", "adapters"])
 def test_a_language_model_begins_with_a_new_head_and_comes_back_from_an_export(
-    tdp, ranks, tmp_path
+    tdp, ranks, tmp_path, lora
 ):
     """It is the same on each layout; transformers makes of the export what `tdp eval` says."""
     ranks(1).run(save_head, CONFIG, str(tmp_path / "model"), None, 0)
-    keys = [*data_keys("classification", tmp_path), f"model.hf={tmp_path}/model"]
+    keys = [*data_keys("classification", tmp_path), f"model.hf={tmp_path}/model", *lora]
     keys.append("data.labels=[red, green, blue]")
     ((alone, *_),) = ranks(1).run(trained, keys)
     shared = ranks(2).run(trained, [*keys, "parallel.tensor=2"])
@@ -102,14 +175,18 @@ def test_a_language_model_begins_with_a_new_head_and_comes_back_from_an_export(
     path, run = tmp_path / "rows.jsonl", str(tmp_path / "runs/r")
     code, said = tdp(["eval", run, "--data", str(path), "--json", "--pipe", "2"])
     assert code == 0, said
-    result = json.loads(said)
-    code, said = tdp(["export", run, str(tmp_path / "out")])
-    assert code == 0, said
+    result = json.loads(said.splitlines()[-1])  # peft may write a warning before
     section = parity.config([*BASE, *keys])
-    found = ranks(1).run(of_folder, str(tmp_path / "out"), [*BASE, *keys])[0]
     assert section.data.labels == NAMES
-    assert result["loss"] == pytest.approx(found["loss"], rel=1e-6)
-    assert result["accuracy"] == found["accuracy"] and result["tokens"] == 30
+    base = str(tmp_path / "model")
+    for how, base_of in [(["--merge"], None), ([], base)] if lora else [([], None)]:
+        out = str(tmp_path / f"out{len(how)}")
+        with quiet():
+            code, said = tdp(["export", run, out, *how])
+        assert code == 0, said
+        found = ranks(1).run(of_folder, out, [*BASE, *keys], base_of)[0]
+        assert result["loss"] == pytest.approx(found["loss"], rel=1e-6)
+        assert result["accuracy"] == found["accuracy"] and result["tokens"] == 30
     code, said = tdp(["generate", run, "--prompt", "x"])
     assert code == 2 and "data.name=classification" in said
 

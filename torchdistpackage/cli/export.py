@@ -8,6 +8,7 @@ import typer
 
 from torchdistpackage.checkpoint.commit import latest
 from torchdistpackage.cli._common import ListedIn, refusal, wrap_on_terminal
+from torchdistpackage.config.head_of_run import head_of
 from torchdistpackage.config.hugging_face import config_file, read_config, taken
 from torchdistpackage.config.load import load
 from torchdistpackage.config.yaml_loader import read
@@ -121,6 +122,7 @@ def export(
         model,
         *((base,) if merge else ()),
         folder,
+        **({"head": head_of(config)} if merge else {}),
         dtype=dtype,
         shard_bytes=int(size[1]) * _UNITS[(size[2] or "").upper()],
         like=like or like_run,

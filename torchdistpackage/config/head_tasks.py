@@ -15,6 +15,8 @@ MOST_CLASSES_OF_A_TEXT = 62
 """Most classes with data.multi_label: the bits of a label, in one integer with its sign."""
 SEQUENCE, TOKEN = "ForSequenceClassification", "ForTokenClassification"
 """Ends of the names of transformers' classes with a head for a sequence, and for each token."""
+SCORE, CLASSIFIER = "score", "classifier"
+"""Names of the layer of a head in transformers' classes, which peft knows it by too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,11 @@ class ModelHead:
             "label2id": {name: i for i, name in enumerate(names)},
             "problem_type": kind if self.task.has_classes else "regression",
         }
+
+
+def is_head(parameter: str) -> bool:
+    """Return whether the parameter of this global name belongs to the layer of a head."""
+    return parameter.startswith((f"{SCORE}.", f"{CLASSIFIER}."))
 
 
 def has_head(settings: Mapping[str, Any]) -> str:

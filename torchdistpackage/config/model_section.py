@@ -3,6 +3,7 @@
 from pydantic import Field, field_validator
 
 from torchdistpackage.config import types as k
+from torchdistpackage.config.head_tasks import is_head
 from torchdistpackage.config.types import NamedSection, Section, default
 from torchdistpackage.layout.balances import BALANCES, WITH_LOSS
 
@@ -76,11 +77,20 @@ def is_adapter(parameter: str) -> bool:
     return ".lora_" in parameter
 
 
+def trains_with_adapters(parameter: str) -> bool:
+    """Return whether the parameter of this global name is trained where model.lora freezes the
+    model: an adapter, or a head, which peft trains whole too (modules_to_save).
+    """
+    return is_adapter(parameter) or is_head(parameter)
+
+
 NO_LAYERS = "names no layers; set target, e.g. [q_proj, v_proj] or [all-linear], or remove it"
 
 
 class LoraSection(Section):
-    """Low-rank adapters on the weights of model.hf, as in peft; only the adapters train."""
+    """Low-rank adapters on the weights of model.hf, as in peft; only the adapters train, and a
+    head.
+    """
 
     target: k.NamesOrNull = Field(
         default=None,
@@ -318,7 +328,7 @@ class ModelSection(NamedSection):
 
     def is_trained(self, parameter: str) -> bool:
         """Return whether the parameter of this global name is trained."""
-        return self.lora.target is None or is_adapter(parameter)
+        return self.lora.target is None or trains_with_adapters(parameter)
 
     @property
     def expert_hidden(self) -> int:

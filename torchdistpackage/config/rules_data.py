@@ -228,7 +228,6 @@ def _pairs_are_compared(c: RunConfig, world_size: int | None) -> str | None:
     "model.hf",
     "model.name",
     "model.target",
-    "model.lora.target",
 )
 def _heads_are_of_transformers(c: RunConfig, world_size: int | None) -> str | None:
     d, problems = c.data, list[str]()
@@ -238,10 +237,6 @@ def _heads_are_of_transformers(c: RunConfig, world_size: int | None) -> str | No
         problems.append(
             "needs a model of transformers, whose class with a head it trains; set model.hf to its "
             "folder"
-        )
-    if c.model.lora.target is not None:
-        problems.append(
-            "trains the head, which adapters would leave as it was drawn; remove model.lora"
         )
     if twice := sorted({x for x in d.labels if d.labels.count(x) > 1}):
         problems.append(f"has the class {twice[0]!r} twice in data.labels; name each once")

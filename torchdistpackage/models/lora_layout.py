@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torchdistpackage.config.head_tasks import ModelHead, is_head
 from torchdistpackage.config.hugging_face import ADAPTER_FILE
 from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.families.table import Weight
@@ -90,9 +91,11 @@ class Lora:
         linear = (name for name, weight in weights.items() if weight.inputs is not None)
         return frozenset(x for x in linear if not is_adapter(x) and x != f"{output}.weight")
 
-    def adapter_config(self, base: str | None, weights: Mapping[str, Weight]) -> dict[str, Any]:
+    def adapter_config(
+        self, base: str | None, weights: Mapping[str, Weight], head: ModelHead | None = None
+    ) -> dict[str, Any]:
         """Return peft's adapter_config.json. base: the folder of the model. weights: all parameters
-        of the model, adapters included.
+        of the model, adapters included. head: trained beside them.
 
         It names the layers that have adapters here. What `all-linear` stands for is peft's to say,
         and on mixtures it is more than what was trained.
@@ -100,10 +103,15 @@ class Lora:
         modules, parameters = peft_targets(weights)
         # dropout matters to training alone, and peft has none on parameters
         dropout = 0.0 if parameters else self.dropout
-        more = {"target_parameters": parameters} if parameters else {}
+        more: dict[str, Any] = {"target_parameters": parameters} if parameters else {}
+        task_type = "CAUSAL_LM"
+        if head is not None:
+            task_type = "TOKEN_CLS" if head.task.is_of_tokens else "SEQ_CLS"
+            layers = (name.rpartition(".")[0] for name in weights if is_head(name))
+            more |= {"modules_to_save": list(dict.fromkeys(layers))}
         return {
             "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
+            "task_type": task_type,
             "base_model_name_or_path": base,
             "inference_mode": True,
             "r": self.r,

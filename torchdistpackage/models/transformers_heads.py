@@ -8,14 +8,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torchdistpackage.config.head_tasks import TOKEN, ModelHead, has_head, labels_in
+from torchdistpackage.config.head_tasks import (
+    CLASSIFIER,
+    SCORE,
+    TOKEN,
+    ModelHead,
+    has_head,
+    labels_in,
+)
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.families.registry import FAMILIES
 from torchdistpackage.families.table import Family
 
-SCORE = "score"
 _OF_TOKENS = {
-    **dict.fromkeys(("gpt2", "gpt_neox", "falcon", "bloom"), "classifier"),
+    **dict.fromkeys(("gpt2", "gpt_neox", "falcon", "bloom"), CLASSIFIER),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2"), SCORE),
 }
 """Families whose class for tokens transformers has -> what the layer is called there."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchdistpackage.config.head_tasks import is_head
 from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.layout.derive import local_shape
 from torchdistpackage.layout.layout import Layout
@@ -28,7 +29,9 @@ from torchdistpackage.topology.mesh import Mesh
 def with_adapters(
     model: nn.Module, shape: TransformersShape, lora: Lora, dtype: torch.dtype
 ) -> nn.Module:
-    """Return `model` with peft's layers around those that are adapted; these alone train."""
+    """Return `model` with peft's layers around those that are adapted; these alone train, and a
+    head.
+    """
     from peft import LoraConfig, inject_adapter_in_model
 
     listed = weights(shape)
@@ -44,6 +47,8 @@ def with_adapters(
     for name, parameter in model.named_parameters():
         if is_adapter(name):  # peft ignores the dtype of layers on the meta device
             parameter.data = parameter.data.to(dtype)
+        elif is_head(name):
+            parameter.requires_grad_(True)
     return model
 
 

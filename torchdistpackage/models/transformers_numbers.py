@@ -70,11 +70,12 @@ def piece_costs(shape: TransformersShape) -> tuple[float, ...]:
 
 def flops_per_token(shape: TransformersShape) -> float:
     """Return the floating-point operations of forward and backward for one token of a full
-    sequence; what is frozen has no gradient."""
+    sequence; what is frozen has no gradient, and a head is not."""
     both = (1 + BACKWARD_PER_FORWARD) * sum(piece_costs(shape))
     if shape.lora is None:
         return both
-    return both - sum(piece_costs(replace(shape, lora=None, seq_len=0)))
+    of_head = 0 if shape.head is None else 2 * shape.head.num_outputs * shape.sizes.dim
+    return both - sum(piece_costs(replace(shape, lora=None, seq_len=0))) + of_head
 
 
 def _matmuls(parameters: Mapping[str, Weight], of: Microbatch) -> Iterator[Matmul]:

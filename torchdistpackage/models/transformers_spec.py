@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from torchdistpackage.config.model_section import is_adapter
+from torchdistpackage.config.model_section import trains_with_adapters
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models import (
     transformers_layout,
@@ -86,13 +86,15 @@ class TransformersSpec:
         return {
             name: (Source(peft_name(name), layout.shape),)
             for name, layout in self.layouts().items()
-            if is_adapter(name)
+            if trains_with_adapters(name)
         }
 
     def config_json(self, dtype: str, like: str | Path | None) -> dict[str, Any]:
         if self.shape.lora is not None:
             base = None if like is None else str(like)
-            return self.shape.lora.adapter_config(base, transformers_layout.weights(self.shape))
+            return self.shape.lora.adapter_config(
+                base, transformers_layout.weights(self.shape), self.shape.head
+            )
         kept = {key: value for key, value in self.shape.given.items() if key != "torch_dtype"}
         return {**kept, "dtype": dtype}
 

@@ -22,6 +22,7 @@ from torchdistpackage.comm.group_options import GroupOptions, merged
 from torchdistpackage.comm.random import seed_rank
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.head_of_run import head_of
+from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.config.optim_section import OptimSection
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.data.source import DataSource, SequenceSource
@@ -491,7 +492,7 @@ def _stage(
             for module in stages.values():
                 load_weights(module, folder)
         drawn = collect_initials(stage) if config.model.lora.target else {}
-        drawn = {n: x for n, x in drawn.items() if plan.is_trained(layouts[n].name)}
+        drawn = {n: x for n, x in drawn.items() if is_adapter(layouts[n].name)}
         initialize(stage, layouts, plan.topology, tpc.rank, config.run.seed, drawn)
     else:
         initialize(stage, layouts, plan.topology, tpc.rank, config.run.seed)

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from torchdistpackage.checkpoint.commit import damage, latest
 from torchdistpackage.checkpoint.formats.source import checkpoint_source
 from torchdistpackage.checkpoint.manifest import Manifest, read_manifest
+from torchdistpackage.config.head_tasks import ModelHead
 from torchdistpackage.config.hugging_face import FILE, config_file
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import CheckpointError
@@ -132,27 +133,32 @@ def export_merged(
     shard_bytes: int = SHARD_BYTES,
     like: str | Path | None = None,
     averages: bool = False,
+    head: ModelHead | None = None,
 ) -> Path:
     """Write the model of the folder `base` with the adapters of a checkpoint added in: what peft's
     `merge_and_unload` makes of them. Adapters over weights in 4 bits are added to what these stand
     for. transformers and peft hold the whole model in memory.
 
     dtype: of the weights; default that of `base`. like: a folder whose tokenizer is kept.
-    averages: as `export_checkpoint`.
+    averages: as `export_checkpoint`. head: of the run.
 
     Raises:
         CheckpointError: as `export_checkpoint`, or `base` cannot be read.
     """
+    import transformers
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
+    ending, classes = "ForCausalLM", dict[str, Any]()
+    if head is not None:
+        ending, classes = head.task.ending, head.settings()
+        # transformers takes keywords as they are, where it reads numbers from a file
+        classes["id2label"] = {int(i): name for i, name in classes["id2label"].items()}
+    auto: Any = getattr(transformers, f"AutoModel{ending}")
     with new_folder(folder) as written:
         adapters = written / "adapters"
         export_checkpoint(path, model, adapters, like=base, averages=averages)
         try:
-            base_model = AutoModelForCausalLM.from_pretrained(
-                base, dtype="auto", local_files_only=True
-            )
+            base_model = auto.from_pretrained(base, dtype="auto", local_files_only=True, **classes)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{base} cannot be read: {error}") from error
         if model.packed():
