@@ -319,6 +319,11 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "train.distill.beta=0.5 train.distill.teacher set",
     ),
     (
+        {"train__distill": {"logits": "t", "beta": 1.0}},
+        "train.distill.beta",
+        "train.distill.logits=t train.distill.beta=1 all tokens",
+    ),
+    (
         {"train__distill": {"teacher": "t"}, "model__loss": "pkg:fn"},
         "train.distill.teacher",
         "train.distill.teacher=t model.loss=pkg:fn",

@@ -1,18 +1,22 @@
 """`train.distill`: a student beside its teacher on every layout is the formula in one process."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.data.texts import save_tokenizer
+from tests.data.texts import save_lines, save_tokenizer
 from tests.train import parity
 from tests.train.test_transformers import MODELS, asked
 from tests.train.transformers_ranks import (
     RUN,
     Answer,
+    everywhere_float64,
     of_transformers,
     save_model,
     steps_of,
@@ -23,9 +27,16 @@ from torchdistpackage.errors import ConfigError
 from torchdistpackage.layout.derive import even_share
 from torchdistpackage.models.model_spec import ModelUse
 from torchdistpackage.models.registry import spec_of
-from torchdistpackage.parallel.tensor.divergence import vocab_parallel_divergence
+from torchdistpackage.parallel.tensor.divergence import (
+    vocab_parallel_divergence,
+    vocab_parallel_top_k,
+    vocab_parallel_top_k_divergence,
+)
+from torchdistpackage.plan.logits_file import logits_identity, size_of, wrong_logits
 from torchdistpackage.plan.run_plan import make_plan, stage_loads
-from torchdistpackage.plan.teacher import other_tokenizer
+from torchdistpackage.plan.teacher import other_tokenizer, teacher_config
+from torchdistpackage.train.build import build_data, build_model
+from torchdistpackage.train.logits_file import write_logits
 
 FULL = (pytest.mark.full,)
 TEACHER = {**MODELS["qwen3"], "hidden_size": 24, "num_hidden_layers": 4, "intermediate_size": 20}
@@ -34,6 +45,8 @@ KINDS = {
     "forward": {"beta": 0.0, "temperature": 2.0, "kd_ratio": 0.5},
     "reverse": {"beta": 1.0, "temperature": 0.8, "kd_ratio": 1.0},
 }
+TOP_K = {f"top{k}": {**KINDS["forward"], "top_k": k} for k in (5, 65)}
+"""Of a file; the last has the whole vocabulary."""
 LAYOUTS = {
     "one": {},
     "data2": {"data": 2},
@@ -116,6 +129,14 @@ def distilled(overrides: list[str]) -> tuple[Answer, float | None]:
     return steps_of(run, range(1, 4)), run.evaluate()
 
 
+def top_k_divergence(x: Tensor, y: Tensor, k: int, temperature: float) -> Tensor:
+    """The forward divergence of each token (...) from the teacher's k most likely tokens alone."""
+    values, ids = y.topk(k)
+    q = values.div(temperature).log_softmax(-1)
+    p = x.div(temperature).log_softmax(-1).gather(-1, ids)
+    return (q.exp() * (q - p)).sum(-1)
+
+
 def of_formula(folder: str, teacher: str, options: dict[str, float]) -> Answer:
     from transformers import AutoModelForCausalLM
 
@@ -125,7 +146,10 @@ def of_formula(folder: str, teacher: str, options: dict[str, float]) -> Answer:
         with torch.no_grad():
             teacher_logits = frozen(input_ids=ids, use_cache=False).logits
         logits, counts = model(input_ids=ids, use_cache=False).logits, targets >= 0
-        soft = divergence(logits, teacher_logits, options["beta"], options["temperature"])
+        if (k := options.get("top_k")) is not None:
+            soft = top_k_divergence(logits, teacher_logits, int(k), options["temperature"])
+        else:
+            soft = divergence(logits, teacher_logits, options["beta"], options["temperature"])
         hard = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         ratio = options["kd_ratio"]
         return ratio * soft[counts].mean() + (1 - ratio) * hard
@@ -147,7 +171,8 @@ def truths(ranks, models):
 
     def of(kind: str) -> Answer:
         if kind not in made:
-            made[kind] = ranks(1).run(of_formula, *models, KINDS[kind])[0]
+            options = {**KINDS, **TOP_K}[kind]
+            made[kind] = ranks(1).run(of_formula, *models, options)[0]
         return made[kind]
 
     return of
@@ -179,6 +204,149 @@ def test_three_steps_are_those_of_the_formula(ranks, models, truths, kind, layou
     parity.expect_close([mine.weights for mine, _ in results], [truth.weights])
     for mine, _ in results:
         assert mine.losses == pytest.approx(truth.losses, rel=1e-9)
+
+
+def write(overrides: list[str], path: str, k: int) -> dict[str, int]:
+    """What a rank of `tdp reference` does."""
+    config = parity.config([*RUN, *overrides])
+    plan = make_plan(teacher_config(config), torch.distributed.get_world_size())
+    model = build_model(plan, torch.distributed.get_rank(), torch.device("cpu"))
+    with everywhere_float64():
+        header, size = logits_identity(config), size_of(config, k)
+        return write_logits(model, build_data(plan), Path(path), header, size, None)
+
+
+SMALL_TOP_K = {("top65", "pipe2xtensor2"), ("top5", "data2-zero3")}
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        pytest.param(kind, layout, marks=() if (kind, layout) in SMALL_TOP_K else FULL)
+        for kind in TOP_K
+        for layout in LAYOUTS
+    ],
+)
+def test_a_file_takes_the_place_of_the_teacher(ranks, models, truths, tmp_path, kind, layout):
+    options = dict(TOP_K[kind])
+    k, path = options.pop("top_k"), tmp_path / "t.safetensors"
+    truth, (size, changes) = truths(kind), asked(LAYOUTS[layout])
+    given = [*keys(models, options), *changes]
+    assert ranks(size).run(write, given, str(path), k)[0] == {"train": 40}
+    alone = tmp_path / "alone.safetensors"
+    ranks(1).run(write, keys(models, options), str(alone), k)
+    files = load_file(path), load_file(alone)
+    torch.testing.assert_close(files[0]["log_probs"], files[1]["log_probs"], rtol=1e-9, atol=1e-10)
+    assert files[0]["ids"].shape == (40, 12, k) and torch.equal(files[0]["ids"], files[1]["ids"])
+    section = json.dumps({"logits": str(path), **options})
+    given = [f"model.hf={models[0]}", f"train.distill={section}", *changes]
+    assert make_plan(parity.config([*RUN, *given]), size).teacher is None
+    results = ranks(size).run(distilled, given)
+    for step, expected in enumerate(truth.gradients):
+        parity.expect_close([mine.gradients[step] for mine, _ in results], [expected])
+    parity.expect_close([mine.weights for mine, _ in results], [truth.weights])
+    for mine, _ in results:
+        assert mine.losses == pytest.approx(truth.losses, rel=1e-9)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["one", "data2-zero3"])
+def test_a_file_serves_rounds_of_other_sizes(ranks, models, tmp_path, layout):
+    """The whole vocabulary is the teacher itself, to the last steps and a validation."""
+    size, changes = asked(LAYOUTS[layout])
+    given = [*keys(models, KINDS["forward"]), *changes]
+    path = tmp_path / "t.safetensors"
+    ranks(1).run(write, keys(models, KINDS["forward"]), str(path), 65)
+    more = [*given, "train.accumulate=2", "pipeline.microbatches=1"]
+    truth = ranks(size).run(distilled, more)
+    section = json.dumps({"logits": str(path), "teacher": models[1], **KINDS["forward"]})
+    found = ranks(size).run(distilled, [*more, f"train.distill={section}"])
+    for (mine, val), (other, other_val) in zip(found, truth, strict=True):
+        assert mine.losses == pytest.approx(other.losses, rel=1e-12)
+        assert val == pytest.approx(other_val, rel=1e-12)
+    parity.expect_close([x.weights for x, _ in found], [x.weights for x, _ in truth])
+
+
+def top_k_of_own_columns(k: int):
+    """(divergence, gradient) of this rank's columns from a teacher's k tokens, and the formula."""
+    tpc.setup_process_groups([("tensor", tpc_size())])
+    group, vocab = tpc.get_group("tensor"), 13
+    draw = torch.Generator().manual_seed(3)
+    x, y = (4 * torch.randn(5, 2, vocab, generator=draw, dtype=torch.float64) for _ in "xy")
+    first, number = even_share(vocab, group.size(), group.rank())
+    own = slice(first, first + number)
+    log_probs, ids = vocab_parallel_top_k(y[..., own], group, k, vocab)
+    torch.testing.assert_close(log_probs, y.log_softmax(-1).topk(k)[0], rtol=1e-12, atol=1e-13)
+    mine = x[..., own].clone().requires_grad_()
+    found = vocab_parallel_top_k_divergence(
+        mine, log_probs, ids.int(), group, vocab=vocab, temperature=1.7
+    )
+    x.requires_grad_()
+    expected = top_k_divergence(x, y, k, 1.7)
+    weights = torch.linspace(1, 2, expected.numel()).view(expected.shape).double()
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert x.grad is not None and mine.grad is not None
+    return found.detach(), expected.detach(), mine.grad, x.grad[..., own]
+
+
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=FULL)])
+def test_each_rank_has_the_divergence_from_the_likeliest_tokens(ranks, size):
+    for k in (1, 6, 13):
+        for found, expected, grad, expected_grad in ranks(size).run(top_k_of_own_columns, k):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(grad, expected_grad, rtol=1e-11, atol=1e-13)
+
+
+def test_the_command_writes_a_file_that_other_runs_are_refused(tdp, ranks, tmp_path):
+    for name, given in {"student": MODELS["llama"], "teacher": TEACHER}.items():
+        ranks(1).run(save_model, {**given, "vocab_size": 300}, str(tmp_path / name))
+    texts = save_lines(tmp_path / "texts.jsonl", [{"text": f"{i} and {i + 1}"} for i in range(40)])
+    tokenizer, path = save_tokenizer(tmp_path / "tokenizer"), tmp_path / "t.safetensors"
+    (tmp_path / "run.yaml").write_text(f"run: {{dir: {tmp_path}/runs}}\n")
+    distill = {"teacher": str(tmp_path / "teacher")}
+    keys = [
+        *("data.name=jsonl", f"data.path={texts}", f"data.tokenizer={tokenizer}", "train.epochs=1"),
+        *("data.seq_len=16", "data.global_batch=4", "pipeline.microbatches=1"),
+        *(
+            f"data.cache={tmp_path}/cache",
+            f"model.hf={tmp_path / 'student'}",
+            "data.val_fraction=0",
+        ),
+    ]
+    command = ["reference", str(tmp_path / "run.yaml"), *keys, "parallel.tensor=2"]
+    command.append(f"train.distill={json.dumps(distill)}")
+    code, said = tdp([*command, "-o", str(path), "--top-k", "7"])
+    assert code == 0 and "train.distill.logits=" in said, said
+    stated = re.search(r"takes ([\d.]+e?-?\d*) GB: (\d+) samples of 16 tokens, 7 of each", said)
+    assert stated is not None, said
+    tensors = load_file(path)
+    assert tensors["ids"].shape == tensors["log_probs"].shape == (int(stated[2]), 16, 7)
+    assert int(stated[2]) * 16 * 7 * 8 == pytest.approx(1e9 * float(stated[1]), rel=1e-2)
+
+    def problem(*more: str) -> str:
+        section = f"train.distill={json.dumps({**distill, 'logits': str(path)})}"
+        given = [*keys, section, *more]
+        found = wrong_logits(parity.config(given))
+        return " ".join(f"{x.path} {x.text}" for x in found)
+
+    assert not problem() and not problem("train.accumulate=4", "optim.lr=0.5")
+    other = save_lines(tmp_path / "other.jsonl", [{"text": f"{i} and"} for i in range(40)])
+    said = problem(f"data.path={other}", "data.seq_len=8", "run.seed=5", "data.global_batch=8")
+    assert said.startswith("train.distill.logits ") and "the contents of data.path (" in said
+    assert all(f"{x} there" in said for x in ("data.seq_len (16", "data.global_batch (4"))
+    assert "run.seed" in said and "teacher" not in said.partition("another run: ")[2]
+    changed = save_tokenizer(tmp_path / "other_tokenizer", bos=True)
+    assert "data.tokenizer (" in problem(f"data.tokenizer={changed}")
+    assert "train.steps=400 takes 1,600" in problem("train.epochs=null")
+    with (tmp_path / "teacher" / "config.json").open("a") as file:
+        file.write(" ")
+    assert "train.distill.teacher (" in problem()
+    path.write_text("x")
+    assert "is no file that tdp reference has written" in problem()
+    code, said = tdp([*command, "--top-k", "301", "train.distill.beta=0.5"])
+    assert code == 2 and "give -o FILE" in said and "--top-k 301" in said and "beta=0.5" in said
 
 
 @pytest.mark.full

@@ -37,7 +37,7 @@ COMMANDS = {
     "watch": "Follow a run in the terminal.",
     "plan": "Summarize a run's layout, memory, schedule and communication.",
     "data": "Prepare the training data of a run.",
-    "reference": "Write the log-probabilities of the reference of preference pairs to a file.",
+    "reference": "Write the log-probabilities of a reference or a teacher to a file.",
     "generate": "Continue prompts with a trained model, on any layout.",
     "eval": "Measure the loss and perplexity of a trained model, on any layout.",
     "export": "Export the latest checkpoint for transformers or peft.",

@@ -376,8 +376,9 @@ def _each_dim_has_a_weight(c: RunConfig, world_size: int | None) -> str | None:
 )
 def _a_teacher_has_tokens(c: RunConfig, world_size: int | None) -> str | None:
     options, plain = c.train.distill, DistillSection()
-    teacher = f"train.distill.teacher={options.teacher}"
-    if options.teacher is None:
+    key = "teacher" if options.logits is None else "logits"
+    teacher = f"train.distill.{key}={getattr(options, key)}"
+    if not options.is_on:
         unread = [
             f"train.distill.{key}={getattr(options, key)}"
             for key in DistillSection.model_fields
@@ -387,9 +388,15 @@ def _a_teacher_has_tokens(c: RunConfig, world_size: int | None) -> str | None:
         return f"{text} remove train.distill" if unread else None
     if options.kd_ratio == 0:
         return f"train.distill.kd_ratio=0 leaves {teacher} without effect; raise it, or remove both"
-    if options.teacher.endswith(".json"):
-        return f"{teacher} is a file without weights; name the folder of a trained model"
+    if (options.teacher or "").endswith(".json"):
+        text = f"train.distill.teacher={options.teacher} is a file without weights"
+        return f"{text}; name the folder of a trained model"
     problems: list[str] = []
+    if options.logits is not None and options.beta > 0:
+        problems.append(
+            f"train.distill.beta={options.beta:g} (it needs the teacher's probabilities of all "
+            f"tokens, and the file has the most likely ones; 0 does not)"
+        )
     if c.data.spec is not None and c.data.spec.task:
         problems.append(f"data.name={c.data.name} (its loss is not of tokens)")
     if c.model.loss is not None:

@@ -334,7 +334,12 @@ class DistillSection(Section):
     teacher: k.PathOrNull = Field(
         default=None,
         description="Folder of a transformers model whose next-token distribution the model "
-        "learns, with the same tokenizer and vocabulary. null: no distillation.",
+        "learns, with the same tokenizer and vocabulary. null: no distillation, without logits.",
+    )
+    logits: k.PathOrNull = Field(
+        default=None,
+        description="File of the teacher's most likely tokens, which tdp reference has written. "
+        "The run then holds no teacher. null: the teacher runs beside the model.",
     )
     beta: k.Fraction = Field(
         default=0.0,
@@ -351,6 +356,16 @@ class DistillSection(Section):
         description="Weight of the divergence in the loss; 1 - kd_ratio is that of the cross "
         "entropy with the tokens of the data.",
     )
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether the run learns from a teacher."""
+        return self.teacher is not None or self.logits is not None
+
+    @property
+    def runs_teacher(self) -> bool:
+        """Return whether the teacher runs beside the model."""
+        return self.teacher is not None and self.logits is None
 
 
 class TrainSection(Section):

@@ -58,6 +58,15 @@ def header_of(path: Path) -> dict[str, str]:
     return {str(key): str(value) for key, value in dict(header).items()}
 
 
+def differences(header: Mapping[str, str], own: Mapping[str, str]) -> str:
+    """Return the names and values of `own` that the header of a file has otherwise, or ""."""
+    return ", ".join(
+        f"{name} ({header.get(name) or 'none'} there, {value or 'none'} here)"
+        for name, value in own.items()
+        if header.get(name) != value
+    )
+
+
 def wrong_reference(config: RunConfig) -> list[Problem]:
     """Return the problem with the file of train.dpo.reference, or []."""
     key, path = "train.dpo.reference", config.train.dpo.reference
@@ -69,14 +78,8 @@ def wrong_reference(config: RunConfig) -> list[Problem]:
         header = header_of(Path(path))
     except ValueError as error:
         return [config.problem(key, f"{error}; write it with tdp reference CONFIG -o {path}")]
-    own = identity(config)
-    differ = [name for name, value in own.items() if header.get(name) != value]
-    if not differ:
+    if not (shown := differences(header, identity(config))):
         return []
-    shown = ", ".join(
-        f"{name} ({header.get(name) or 'none'} there, {own[name] or 'none'} here)"
-        for name in differ
-    )
     text = (
         f"{path} has log-probabilities of another run: other contents of {shown}; write it anew "
         f"with tdp reference CONFIG -o {path}"

@@ -25,6 +25,7 @@ from torchdistpackage.data.tokens.texts import wrong_texts
 from torchdistpackage.errors import CheckpointError, LaunchError
 from torchdistpackage.launch.run_folder import run_folder
 from torchdistpackage.plan.elastic import fitted
+from torchdistpackage.plan.logits_file import wrong_logits
 from torchdistpackage.plan.reference_file import wrong_reference
 from torchdistpackage.plan.resume_check import (
     refuse_other_model,
@@ -46,6 +47,7 @@ def refuse_here(config: RunConfig, source: str, code: str) -> None:
     """
     problems = absent_files(config) + wrong_files(config) + unknown_modules(config, code)
     problems += wrong_reference(config)
+    problems += wrong_logits(config)
     problems += other_tokenizer(config)
     if problems := problems + _unusable_local_dir(config):
         raise ConfigErrors(source, problems)

@@ -240,7 +240,7 @@ def make_plan(
     found = find_stages(config, pieces, messages=messages)
     plan = Plan(config, world, model, pieces.names, found, {})
     teacher = None
-    if config.train.distill.teacher is not None:
+    if config.train.distill.runs_teacher:
         teacher = _teacher_plan(config, model, world_size, source, ranks_per_node)
     plan = replace(plan, layouts=model.layouts(plan.stage_of), teacher=teacher)
     names = [x.name for x in plan.layouts.values() if plan.is_trained(x.name)]

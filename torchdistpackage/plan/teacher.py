@@ -22,7 +22,9 @@ def teacher_config(config: RunConfig) -> RunConfig:
     precision = config.precision.model_copy(update={"fp8": "off"})
     return config.model_copy(
         update={
-            "model": ModelSection(name=None, hf=config.train.distill.teacher),
+            "model": ModelSection(
+                name=None, hf=config.train.distill.teacher, vocab=config.model.vocab
+            ),
             "train": TrainSection(accumulate=config.train.accumulate),
             "checkpoint": CheckpointSection(),
             "optim": OptimSection(),

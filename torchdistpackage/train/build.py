@@ -59,13 +59,14 @@ from torchdistpackage.train.callbacks import (
 )
 from torchdistpackage.train.compiled import compile_blocks
 from torchdistpackage.train.data_build import blend_of, build_data, build_eval_sets
-from torchdistpackage.train.distillation import DistillLoss, LogitsOf
+from torchdistpackage.train.distillation import LogitsOf, TeacherLoss
 from torchdistpackage.train.early_stop import EarlyStop
 from torchdistpackage.train.embedding import EmbeddingLoss
 from torchdistpackage.train.embedding_noise import EmbeddingNoise
 from torchdistpackage.train.head_losses import HeadLoss
 from torchdistpackage.train.learning_rate import learning_rate
 from torchdistpackage.train.log import StepLog, print_line
+from torchdistpackage.train.logits_file import LogitsFileLoss
 from torchdistpackage.train.loop import Callback, Loop
 from torchdistpackage.train.losses import from_user, smoothed, token_cross_entropy
 from torchdistpackage.train.optimizers import make_optimizer
@@ -222,6 +223,8 @@ def build_task(model: StagedModel) -> TaskLoss | None:
     spec, teacher = model.plan.config.data.spec, model.plan.teacher
     if teacher is not None:
         return distillation_task(model, teacher)
+    if (options := model.plan.config.train.distill).logits is not None:
+        return LogitsFileLoss(model, options)
     return None if spec is None or not spec.task else resolve(spec.task)(model)
 
 
@@ -249,7 +252,7 @@ def preference_task(model: StagedModel, kind: type[_PreferenceT] = PreferenceLos
     )
 
 
-def distillation_task(model: StagedModel, teacher_plan: Plan) -> DistillLoss:
+def distillation_task(model: StagedModel, teacher_plan: Plan) -> TeacherLoss:
     """Return the loss of a run with a teacher, whose weights all ranks read together."""
     config = model.plan.config
     stage, layouts, loss = _stage(teacher_plan, model.device, model.sequence)
@@ -262,7 +265,7 @@ def distillation_task(model: StagedModel, teacher_plan: Plan) -> DistillLoss:
         device=model.device,
         timeout_s=start_timeout_s(config),
     )
-    return DistillLoss(
+    return TeacherLoss(
         teacher,
         executor,
         config.train.distill,

@@ -2,7 +2,8 @@
 
 Before each pass over the microbatches the teacher runs its forwards on them by the same schedule,
 as the reference of preference pairs does. The last stage keeps its logits until the model's own
-forward of the same microbatch.
+forward of the same microbatch. A file of the teacher's most likely tokens (logits_file.py) takes
+the place of the forwards.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,30 +54,25 @@ class LogitsOf:
         return logits.movedim(self.rows_dim, 0)
 
 
+DivergenceOf = Callable[[Tensor, int], Tensor]
+"""(this rank's logits of a microbatch (B, S, V/n), its number) -> the divergence of each token."""
+
+
 class DistillLoss(TaskLoss):
     """The loss of a run with a teacher: kd_ratio x divergence + (1 - kd_ratio) x cross entropy.
 
     A validation measures the cross entropy alone, so that it compares with runs without a teacher.
-
-    teacher: frozen, on the ranks of the model. executor: runs it, forward alone; that of the model
-    would expect messages of the model's width.
     """
 
     unit = "tokens"
 
-    def __init__(
-        self,
-        teacher: StagedModel,
-        executor: Executor,
-        options: DistillSection,
-        *,
-        logits_of: LogitsOf,
-        teacher_logits_of: LogitsOf,
-    ):
-        super().__init__(teacher.device)
-        self.executors = (executor,)
-        self._teacher, self._options = teacher, options
-        self._logits_of, self._teacher_logits_of = logits_of, teacher_logits_of
+    def __init__(self, device: torch.device, options: DistillSection, logits_of: LogitsOf):
+        super().__init__(device)
+        self._options, self._logits_of = options, logits_of
+
+    def divergence_of(self, batch: Microbatches) -> DivergenceOf:
+        """Return the divergence of these microbatches from what the teacher says of them."""
+        raise NotImplementedError
 
     def means(self, sums: Sequence[float], count: float) -> dict[str, float]:
         """Return the parts of the loss; {} in a validation, which has one."""
@@ -94,9 +90,53 @@ class DistillLoss(TaskLoss):
     def loss_of_batch(
         self, model: StagedModel, executor: Executor, run: Run, batch: Microbatches
     ) -> MicrobatchLoss:
-        """Run the teacher on these microbatches, and return the model's loss of them."""
+        """Return the model's loss of these microbatches beside the teacher."""
         if not model.stage.training:
             return lambda outputs, targets, m: model.loss(outputs, targets)
+        return partial(self._loss, model, self.divergence_of(batch))
+
+    def _loss(
+        self,
+        model: StagedModel,
+        divergence_of: DivergenceOf,
+        outputs: Tensor,
+        targets: Tensor,
+        m: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (sum of the tokens' losses, number of tokens that count)."""
+        ratio, counts = self._options.kd_ratio, targets != IGNORE
+        of_tokens = divergence_of(self._logits_of.own_columns(outputs), m)
+        divergence, count = (of_tokens * counts).sum(), counts.sum()
+        cross_entropy = torch.zeros_like(divergence)
+        if ratio < 1:
+            cross_entropy, _ = model.loss(outputs, targets)
+        if model.tells_loss:
+            self.add([divergence, cross_entropy, count])
+        return ratio * divergence + (1 - ratio) * cross_entropy, count
+
+
+class TeacherLoss(DistillLoss):
+    """The loss beside a teacher that runs.
+
+    teacher: frozen, on the ranks of the model. executor: runs it, forward alone; that of the model
+    would expect messages of the model's width.
+    """
+
+    def __init__(
+        self,
+        teacher: StagedModel,
+        executor: Executor,
+        options: DistillSection,
+        *,
+        logits_of: LogitsOf,
+        teacher_logits_of: LogitsOf,
+    ):
+        super().__init__(teacher.device, options, logits_of)
+        self.executors = (executor,)
+        self._teacher, self._teacher_logits_of = teacher, teacher_logits_of
+
+    def divergence_of(self, batch: Microbatches) -> DivergenceOf:
+        """Run the teacher on these microbatches; see `DistillLoss`."""
         teacher_logits: dict[int, Tensor] = {}
 
         def keep(outputs: Tensor, targets: Tensor, m: int) -> tuple[Tensor, Tensor]:
@@ -106,10 +146,20 @@ class DistillLoss(TaskLoss):
         inputs, targets, positions = batch
         own_executor = self.executors[0]
         forward = self._teacher.forward_and_loss(
-            own_executor, inputs, targets, totals_on(model.device), positions, loss=keep
+            own_executor, inputs, targets, totals_on(self._teacher.device), positions, loss=keep
         )
         own_executor.run(forward)
-        return partial(self._loss, model, teacher_logits)
+
+        def divergence(logits: Tensor, m: int) -> Tensor:
+            return vocab_parallel_divergence(
+                logits,
+                teacher_logits.pop(m),
+                self._logits_of.group,
+                beta=self._options.beta,
+                temperature=self._options.temperature,
+            )
+
+        return divergence
 
     def _columns_of_model(self, outputs: Tensor) -> Tensor:
         """Return the teacher's logits of the columns that this rank of the model has."""
@@ -121,28 +171,3 @@ class DistillLoss(TaskLoss):
             return logits
         first, number = vocab_range(logits.shape[-1], own)
         return logits[..., first : first + number].clone()  # the other columns are not needed
-
-    def _loss(
-        self,
-        model: StagedModel,
-        teacher_logits: dict[int, Tensor],
-        outputs: Tensor,
-        targets: Tensor,
-        m: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Return (sum of the tokens' losses, number of tokens that count)."""
-        ratio, counts = self._options.kd_ratio, targets != IGNORE
-        of_tokens = vocab_parallel_divergence(
-            self._logits_of.own_columns(outputs),
-            teacher_logits.pop(m),
-            self._logits_of.group,
-            beta=self._options.beta,
-            temperature=self._options.temperature,
-        )
-        divergence, count = (of_tokens * counts).sum(), counts.sum()
-        cross_entropy = torch.zeros_like(divergence)
-        if ratio < 1:
-            cross_entropy, _ = model.loss(outputs, targets)
-        if model.tells_loss:
-            self.add([divergence, cross_entropy, count])
-        return ratio * divergence + (1 - ratio) * cross_entropy, count

@@ -42,11 +42,13 @@ from torchdistpackage.train.inference_request import (
     GenerateRequest,
     HarnessRequest,
     HarnessResult,
+    LogitsRequest,
     RankRefusal,
     ReferenceRequest,
     Request,
     TrainedWeights,
 )
+from torchdistpackage.train.logits_file import write_logits
 from torchdistpackage.train.reference_cache import write_reference
 from torchdistpackage.train.staged_model import StagedModel
 from torchdistpackage.train.weight_averages import average_name
@@ -99,6 +101,10 @@ def perform(
             source, timeout_s = build_data(plan), start_timeout_s(plan.config)
             path, header = Path(request.path), identity(plan.config)
             return write_reference(model, source, path, header, timeout_s)
+        if isinstance(request, LogitsRequest):
+            path, timeout_s = Path(request.path), start_timeout_s(plan.config)
+            data = build_data(plan)
+            return write_logits(model, data, path, request.header, request.size, timeout_s)
         if isinstance(request, HarnessRequest):
             return run_harness(model, request, step, start_timeout_s(plan.config))
         write_texts(model, request, write if rank == 0 else _ignore)

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchdistpackage.plan.logits_file import LogitsSize
+
 
 @dataclass(frozen=True, slots=True)
 class TrainedWeights:
@@ -61,6 +63,15 @@ class ReferenceRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class LogitsRequest:
+    """Write the teacher's most likely tokens to the file `path`, whose header has `header`."""
+
+    path: str
+    header: Mapping[str, str]
+    size: LogitsSize
+
+
+@dataclass(frozen=True, slots=True)
 class EvalResult:
     """loss: mean over the tokens that count, in nats. num_windows: 0 where samples are a user's.
 
@@ -112,7 +123,7 @@ class HarnessResult:
     step: int | None
 
 
-Request = GenerateRequest | EvalRequest | HarnessRequest | ReferenceRequest
+Request = GenerateRequest | EvalRequest | HarnessRequest | ReferenceRequest | LogitsRequest
 
 
 @dataclass(frozen=True, slots=True)

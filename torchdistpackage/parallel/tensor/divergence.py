@@ -13,16 +13,24 @@ generalized Jensen-Shannon divergence of GKD (Agarwal et al., arXiv:2306.13649, 
 
 At b = 0 it is defined as the forward divergence KL(q || p), and at b = 1 as the reverse one,
 KL(p || q), to which D / b and D / (1 - b) converge there.
+
+Of a teacher of which only the k most likely tokens are known, the forward divergence takes as q the
+teacher's distribution among these k, and as p that of the student over all tokens, as axolotl's
+`kd` integration does. With c over the k tokens
+
+    D = sum_c q_c log(q_c / p_c),   dD / dx_c = (p_c - q_c) / T, where other tokens have q_c = 0.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchdistpackage.comm.primitives import MAX, Group, all_reduce
+from torchdistpackage.comm.primitives import MAX, Group, all_gather, all_reduce
 from torchdistpackage.errors import LayoutError
+from torchdistpackage.parallel.tensor.embedding import vocab_range
 from torchdistpackage.parallel.tensor.loss_terms import rows_at_once
 
 
@@ -71,17 +79,17 @@ class DivergenceTerms:
         """Return log-probabilities of rows x (n, C) with log partition functions (n,)."""
         return x.to(log_sum.dtype) / self.temperature - log_sum.unsqueeze(-1)
 
-    def log_sums(self, x: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-        """Return the log partition functions (2, N) of student and teacher, (N, C) each."""
-        highest = torch.full((2, len(x[0])), -torch.inf, dtype=dtype, device=x[0].device)
+    def log_sums(self, x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Return the log partition functions (number of x, N) of logits x, (N, C) each."""
+        highest = torch.full((len(x), len(x[0])), -torch.inf, dtype=dtype, device=x[0].device)
         sums = torch.zeros_like(highest)
         if x[0].shape[-1]:
-            for side in (0, 1):
+            for side in range(len(x)):
                 for at in rows_at_once(x[side]):
                     highest[side, at] = x[side][at].amax(-1).to(dtype) / self.temperature
         if self.group is not None:
             all_reduce(highest, self.group, MAX)
-        for side in (0, 1):
+        for side in range(len(x)):
             for at in rows_at_once(x[side]):
                 sums[side, at] = self.log_softmax(x[side][at], highest[side, at]).exp_().sum(-1)
         if self.group is not None:
@@ -149,3 +157,102 @@ class _Divergence(torch.autograd.Function):
             teacher = terms.log_softmax(y[at], log_sums[1, at])
             out[at] = terms.gradient(student, teacher, reverse[at]) * scale[at]
         return out.view(logits.shape), None, None
+
+
+def vocab_parallel_top_k(
+    logits: Tensor, group: Group | None, k: int, vocab: int
+) -> tuple[Tensor, Tensor]:
+    """Return (log-probabilities, ids) of the k most likely tokens, (..., k) each, largest first.
+
+    They are equal on all ranks of the group and have no gradient. logits: (..., my columns of the
+    vocabulary). group: as in `vocab_parallel_divergence`. vocab: number of all tokens, k or more.
+    Log-probabilities are of the softmax over all tokens, in float32, or float64 for float64
+    logits; ids are int64.
+    """
+    x = logits.detach().flatten(0, -2)
+    dtype, first = torch.promote_types(x.dtype, torch.float32), 0
+    log_sums = DivergenceTerms(group, 0.0, 1.0).log_sums((x,), dtype)[0]
+    values, ids = x.topk(min(k, x.shape[-1]))
+    values = values.to(dtype)
+    if group is not None and group.size() > 1:
+        first, _ = vocab_range(vocab, group)
+        missing = (0, k - values.shape[-1])
+        values = torch.nn.functional.pad(values, missing, value=-torch.inf)
+        ids = torch.nn.functional.pad(ids + first, missing)
+        # gathered along dim 0: the candidates of each rank, one rank after the other
+        values, ids = (
+            torch.cat(all_gather(t.contiguous(), group).chunk(group.size()), -1)
+            for t in (values, ids)
+        )
+        values, at = values.topk(k)
+        ids = ids.gather(-1, at)
+    shape = (*logits.shape[:-1], k)
+    return (values - log_sums.unsqueeze(-1)).view(shape), ids.view(shape)
+
+
+def vocab_parallel_top_k_divergence(
+    logits: Tensor,
+    teacher_log_probs: Tensor,
+    ids: Tensor,
+    group: Group | None,
+    *,
+    vocab: int,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Return the forward divergence of each token from a teacher's k most likely tokens.
+
+    It is equal on all ranks of the group. logits: (..., my columns of the vocabulary), which alone
+    get a gradient. teacher_log_probs, ids: (..., k), equal on all ranks; of each row different ids.
+    vocab: number of all tokens. group, result: as in `vocab_parallel_divergence`, which it equals
+    for k = vocab.
+
+    Raises:
+        LayoutError: the shapes do not belong to the same tokens, or the temperature is not above 0.
+    """
+    if logits.shape[:-1] != ids.shape[:-1] or ids.shape != teacher_log_probs.shape:
+        raise LayoutError(
+            f"divergence of logits {tuple(logits.shape)} from a teacher's log-probabilities "
+            f"{tuple(teacher_log_probs.shape)} of tokens {tuple(ids.shape)}; all need the same rows"
+        )
+    if not temperature > 0:
+        raise LayoutError(f"divergence with temperature={temperature}; use one above 0")
+    first = 0 if group is None else vocab_range(vocab, group)[0]
+    terms = DivergenceTerms(group, 0.0, temperature)
+    return _TopKDivergence.apply(logits, teacher_log_probs.detach(), ids.long() - first, terms)
+
+
+class _TopKDivergence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, logits: Tensor, log_probs: Tensor, columns: Tensor, terms: DivergenceTerms
+    ) -> Tensor:
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        x, columns = logits.flatten(0, -2), columns.flatten(0, -2)
+        log_sums = terms.log_sums((x,), dtype)[0]
+        scaled = log_probs.flatten(0, -2).to(dtype) / terms.temperature
+        teacher = scaled.log_softmax(-1)
+        width = x.shape[-1]
+        is_own = (columns >= 0) & (columns < width)
+        columns = torch.where(is_own, columns, 0)
+        found = torch.zeros_like(log_sums)
+        if width:
+            student = terms.log_softmax(x.gather(-1, columns), log_sums)
+            found = torch.where(is_own, teacher.exp() * (teacher - student), 0).sum(-1)
+        if terms.group is not None:
+            all_reduce(found, terms.group)
+        ctx.terms = terms
+        ctx.save_for_backward(logits, log_sums, teacher.exp() * is_own, columns)
+        return found.view(logits.shape[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        logits, log_sums, own_teacher, columns = ctx.saved_tensors
+        terms, scale = ctx.terms, grad.flatten().unsqueeze(-1) / ctx.terms.temperature
+        x = logits.flatten(0, -2)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        for at in rows_at_once(x) if x.shape[-1] else ():
+            direction = terms.log_softmax(x[at], log_sums[at]).exp_()
+            direction.scatter_add_(-1, columns[at], -own_teacher[at])
+            out[at] = direction * scale[at]
+        return out.view(logits.shape), None, None, None
