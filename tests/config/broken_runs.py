@@ -321,7 +321,7 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     (
         {"train__distill": {"logits": "t", "beta": 1.0}},
         "train.distill.beta",
-        "train.distill.logits=t train.distill.beta=1 all tokens",
+        "train.distill.beta=1 all tokens train.distill.logits=t set beta to 0",
     ),
     (
         {"train__distill": {"teacher": "t"}, "model__loss": "pkg:fn"},

@@ -1,6 +1,4 @@
-"""`tdp reference`: write the log-probabilities of the reference of preference pairs, or of a teacher,
-to a file.
-"""
+"""`tdp reference`: write log-probabilities of the reference of pairs, or of a teacher, to a file."""
 
 import os
 import shutil

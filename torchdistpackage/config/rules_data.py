@@ -392,11 +392,6 @@ def _a_teacher_has_tokens(c: RunConfig, world_size: int | None) -> str | None:
         text = f"train.distill.teacher={options.teacher} is a file without weights"
         return f"{text}; name the folder of a trained model"
     problems: list[str] = []
-    if options.logits is not None and options.beta > 0:
-        problems.append(
-            f"train.distill.beta={options.beta:g} (it needs the teacher's probabilities of all "
-            f"tokens, and the file has the most likely ones; 0 does not)"
-        )
     if c.data.spec is not None and c.data.spec.task:
         problems.append(f"data.name={c.data.name} (its loss is not of tokens)")
     if c.model.loss is not None:
@@ -406,6 +401,18 @@ def _a_teacher_has_tokens(c: RunConfig, world_size: int | None) -> str | None:
     if c.model.moe.num_experts is not None:
         problems.append("model.moe (no run with a teacher was compared)")
     return f"{teacher} does not go with {' nor with '.join(problems)}" if problems else None
+
+
+@rule("train.distill.beta", "train.distill.logits")
+def _a_file_has_the_likeliest_tokens(c: RunConfig, world_size: int | None) -> str | None:
+    options = c.train.distill
+    if options.logits is None or options.beta == 0:
+        return None
+    return (
+        f"train.distill.beta={options.beta:g} needs the teacher's probabilities of all tokens, but "
+        f"train.distill.logits={options.logits} has those of the most likely ones; set beta to 0, "
+        f"or remove logits and name a teacher"
+    )
 
 
 _READ = ("data.sources", *_OF_FORMAT)
