@@ -309,7 +309,11 @@ def test_the_command_writes_a_file_that_other_runs_are_refused(tdp, ranks, tmp_p
     keys = [
         *("data.name=jsonl", f"data.path={texts}", f"data.tokenizer={tokenizer}", "train.epochs=1"),
         *("data.seq_len=16", "data.global_batch=4", "pipeline.microbatches=1"),
-        *(f"data.cache={tmp_path}/cache", f"model.hf={tmp_path / 'student'}"),
+        *(
+            f"data.cache={tmp_path}/cache",
+            f"model.hf={tmp_path / 'student'}",
+            "data.val_fraction=0.3",
+        ),
     ]
     command = ["reference", str(tmp_path / "run.yaml"), *keys, "parallel.tensor=2"]
     command.append(f"train.distill={json.dumps(distill)}")

@@ -1,4 +1,4 @@
-"""`tdp reference`: write log-probabilities of the reference of pairs, or of a teacher, to a file."""
+"""`tdp reference`: write log-probabilities of the reference of pairs, or a teacher, to a file."""
 
 import os
 import shutil
