@@ -9,7 +9,6 @@ from torchdistpackage.bounded import DTYPES, read_header
 from torchdistpackage.config.errors import Problem
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.data.tokens.data_fingerprint import data_fingerprint
-from torchdistpackage.errors import ConfigError
 from torchdistpackage.models.registry import spec_of
 from torchdistpackage.plan.reference_file import differences, header_of
 
@@ -89,13 +88,10 @@ def wrong_logits(config: RunConfig) -> list[Problem]:
     try:
         header, tensors = header_of(Path(path)), read_header(Path(path))
         number = tensors[IDS].shape[0]
-        own = logits_identity(config)
     except (OSError, KeyError, ValueError) as error:
         text = str(error) if isinstance(error, ValueError) else f"{path} has no teacher's logits"
         return [config.problem(KEY, f"{text}; write it with {write}")]
-    except ConfigError:
-        return []  # the plan reports what is wrong with the model
-    if different := differences(header, own):
+    if different := differences(header, logits_identity(config)):
         text = f"{path} has a teacher's logits of another run: {different}; write it anew with"
         return [config.problem(KEY, f"{text} {write}")]
     steps, batch = config.train.steps, config.data.global_batch
