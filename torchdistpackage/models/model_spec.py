@@ -52,7 +52,7 @@ class ModelUse:
             config.data.is_preference or config.data.is_embedding,
             head_of(config),
             len(config.data.class_weights),
-            config.train.distill.teacher is not None and config.train.distill.kd_ratio == 1,
+            config.train.distill.is_on and config.train.distill.kd_ratio == 1,
         )
 
 

@@ -46,8 +46,7 @@ def refuse_here(config: RunConfig, source: str, code: str) -> None:
             wrong with the texts.
     """
     problems = absent_files(config) + wrong_files(config) + unknown_modules(config, code)
-    problems += wrong_reference(config)
-    problems += wrong_logits(config)
+    problems += wrong_reference(config) + wrong_logits(config)
     problems += other_tokenizer(config)
     if problems := problems + _unusable_local_dir(config):
         raise ConfigErrors(source, problems)
@@ -87,7 +86,7 @@ def job_problems(config: RunConfig, code: str) -> list[Problem]:
         problems += unknown_modules(config, code)
     if not (has["container"] or has["prologue"]):
         problems += absent_files(config) + wrong_files(config) + other_tokenizer(config)
-        problems += wrong_reference(config)
+        problems += wrong_reference(config) + wrong_logits(config)
     return problems
 
 

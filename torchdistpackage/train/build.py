@@ -39,6 +39,7 @@ from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cos
 from torchdistpackage.parallel.tensor.attention import SequenceAttention
 from torchdistpackage.parallel.tensor.float8 import use_float8
 from torchdistpackage.parallel.tensor.init import collect_initials, initialize
+from torchdistpackage.plan.logits_file import wrong_logits
 from torchdistpackage.plan.measured import measured_step_seconds
 from torchdistpackage.plan.memory import activation_budget_gb
 from torchdistpackage.plan.reference_file import wrong_reference
@@ -125,6 +126,7 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
     pipe, optim = tpc.get_group("pipe"), config.optim
     rate = learning_rate(optim, config.train.steps)
 
+    _refuse_wrong_files(config, rank)
     source = data if data is not None else build_data(plan)
     ranges = model.sequence.ranges if isinstance(source, SequenceSource) else None
 
@@ -170,7 +172,6 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
         validates_averages=config.train.eval_ema,
     )
     if config.train.dpo.reference is not None and isinstance(trainer.task, PreferenceLoss):
-        _refuse_wrong_reference(config, rank)
         rows = plan.samples_per_microbatch
         trainer.task.cached = CachedReference(
             Path(config.train.dpo.reference),
@@ -193,12 +194,14 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
     return trainer
 
 
-def _refuse_wrong_reference(config: RunConfig, rank: int) -> None:
-    """Raise an error on all ranks for a file of a reference of another run: ranks that a launcher
-    starts were not checked before.
+def _refuse_wrong_files(config: RunConfig, rank: int) -> None:
+    """Raise an error on all ranks for a file of a reference or teacher of another run: ranks that a
+    launcher starts were not checked before.
     """
-    with fail_together(tpc.get_group("global"), "reading the reference"):
-        problems = wrong_reference(config) if rank == 0 else []
+    if config.train.dpo.reference is None and config.train.distill.logits is None:
+        return
+    with fail_together(tpc.get_group("global"), "reading log-probabilities"):
+        problems = wrong_reference(config) + wrong_logits(config) if rank == 0 else []
         if problems:
             raise ConfigError("; ".join(x.text for x in problems))
 

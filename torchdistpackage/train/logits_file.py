@@ -19,7 +19,6 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.schema import DistillSection
 from torchdistpackage.data.source import DataBatch, DataSource, Split
-from torchdistpackage.errors import DataError
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.losses import totals_on
 from torchdistpackage.parallel.tensor.divergence import (
@@ -128,10 +127,7 @@ def _write(path: Path, head: int, begin: int, size: LogitsSize, tensors: list[Te
 class LogitsFileLoss(DistillLoss):
     """The loss beside a file of the teacher's most likely tokens.
 
-    model: that is trained.
-
-    Raises:
-        DataError: the file has fewer samples than the run.
+    model: that is trained. The file was checked by `wrong_logits`.
     """
 
     def __init__(self, model: StagedModel, options: DistillSection):
@@ -146,13 +142,6 @@ class LogitsFileLoss(DistillLoss):
         self._global_batch, self._begin = config.data.global_batch, 0
         file = TensorFile(Path(options.logits))
         self._tensors = file[LOG_PROBS], file[IDS]
-        number = len(self._tensors[0])
-        if number < config.train.steps * self._global_batch:
-            raise DataError(
-                f"train.distill.logits {options.logits} has {number:,} samples, but the run has "
-                f"{config.train.steps:,} steps of {self._global_batch:,}; write it anew with tdp "
-                f"reference"
-            )
 
     def begin_round(self, split: Split, number: int, index: int) -> None:
         """See `TaskLoss`."""
