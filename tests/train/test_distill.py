@@ -213,7 +213,10 @@ def write(overrides: list[str], path: str, k: int) -> dict[str, int]:
     model = build_model(plan, torch.distributed.get_rank(), torch.device("cpu"))
     with everywhere_float64():
         header, size = logits_identity(config), size_of(config, k)
-        return write_logits(model, build_data(plan), Path(path), header, size, None)
+        data, batch = build_data(plan), config.data.global_batch
+        return write_logits(
+            model, data, Path(path), header, size, None, seed=config.run.seed, global_batch=batch
+        )
 
 
 SMALL_TOP_K = {("top65", "pipe2xtensor2"), ("top5", "data2-zero3")}

@@ -227,7 +227,7 @@ def build_task(model: StagedModel) -> TaskLoss | None:
     if teacher is not None:
         return distillation_task(model, teacher)
     if (options := model.plan.config.train.distill).logits is not None:
-        return LogitsFileLoss(model, options)
+        return LogitsFileLoss(model, options, model.plan.config.data.global_batch)
     return None if spec is None or not spec.task else resolve(spec.task)(model)
 
 

@@ -103,8 +103,11 @@ def perform(
             return write_reference(model, source, path, header, timeout_s)
         if isinstance(request, LogitsRequest):
             path, timeout_s = Path(request.path), start_timeout_s(plan.config)
-            data = build_data(plan)
-            return write_logits(model, data, path, request.header, request.size, timeout_s)
+            seed, batch = plan.config.run.seed, plan.config.data.global_batch
+            return write_logits(
+                model, build_data(plan), path, request.header, request.size, timeout_s,
+                seed=seed, global_batch=batch,
+            )  # fmt: skip
         if isinstance(request, HarnessRequest):
             return run_harness(model, request, step, start_timeout_s(plan.config))
         write_texts(model, request, write if rank == 0 else _ignore)

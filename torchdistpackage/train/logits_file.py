@@ -39,13 +39,16 @@ def write_logits(
     header: Mapping[str, str],
     size: LogitsSize,
     timeout_s: float | None,
+    *,
+    seed: int,
+    global_batch: int,
 ) -> dict[str, int]:
     """Write the file on rank 0, batch by batch, with a header of `logits_identity`.
 
-    model: the teacher. It is left in evaluation mode. All ranks call it together; each returns the
-    number of samples by split.
+    model: the teacher, which is left in evaluation mode. seed, global_batch: of the run. All ranks
+    call it together; each returns the number of samples by split.
     """
-    plan, config = model.plan, model.plan.config
+    plan = model.plan
     num_data, index = plan.topology.dense.axis_size("data"), tpc.get_dp_rank()
     per_round = plan.schedule.num_microbatches * plan.samples_per_microbatch
     shapes = {LOG_PROBS: (size.dtype, size.shape), IDS: ("int32", size.shape)}
@@ -62,11 +65,9 @@ def write_logits(
         temporary.write_bytes(head)
     model.stage.eval()
     begin = 0
-    for step in range(1, size.num_samples // config.data.global_batch + 1):
-        for first in range(0, config.data.global_batch, num_data * per_round):
-            rows = source.batch(
-                "train", config.run.seed, step, index, num_data, per_round, first=first
-            )
+    for step in range(1, size.num_samples // global_batch + 1):
+        for first in range(0, global_batch, num_data * per_round):
+            rows = source.batch("train", seed, step, index, num_data, per_round, first=first)
             batch = model.microbatches(DataBatch(*rows), model.own_part)
             found = _top_k_of(
                 model, executor, logits_of, batch, size, (num_data * per_round, index * per_round)
@@ -127,19 +128,18 @@ def _write(path: Path, head: int, begin: int, size: LogitsSize, tensors: list[Te
 class LogitsFileLoss(DistillLoss):
     """The loss beside a file of the teacher's most likely tokens.
 
-    model: that is trained. The file was checked by `wrong_logits`.
+    model: that is trained. global_batch: samples of a step. The file was checked by `wrong_logits`.
     """
 
-    def __init__(self, model: StagedModel, options: DistillSection):
+    def __init__(self, model: StagedModel, options: DistillSection, global_batch: int):
         super().__init__(model.device, options, LogitsOf.last_stage(model.stage))
         plan = model.plan
-        config, shape = plan.config, plan.shape
-        assert shape is not None and options.logits is not None
-        self._vocab, self._model = shape.vocab, model
+        assert plan.shape is not None and options.logits is not None
+        self._vocab, self._model = plan.shape.vocab, model
         self._per_microbatch = plan.samples_per_microbatch
         self._per_round = plan.schedule.num_microbatches * plan.samples_per_microbatch
         self._num_data = plan.topology.dense.axis_size("data")
-        self._global_batch, self._begin = config.data.global_batch, 0
+        self._global_batch, self._begin = global_batch, 0
         file = TensorFile(Path(options.logits))
         self._tensors = file[LOG_PROBS], file[IDS]
 
