@@ -93,8 +93,12 @@ def located(path: str) -> Path:
 
 def _readings(parts: tuple[str, ...]) -> list[tuple[str, str | None]]:
     """Return each (folder of a data set, its configuration or None for any) that a name can be."""
-    whole = [(_stored(parts), None)] if len(parts) < 3 else []
-    return whole + ([(_stored(parts[:-1]), parts[-1])] if len(parts) > 1 else [])
+    readings: list[tuple[str, str | None]] = []
+    if len(parts) < 3:
+        readings.append((_stored(parts), None))
+    if len(parts) > 1:
+        readings.append((_stored(parts[:-1]), parts[-1]))
+    return readings
 
 
 def _stored(parts: tuple[str, ...]) -> str:
