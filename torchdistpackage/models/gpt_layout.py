@@ -123,7 +123,7 @@ def shape_of_section(section: Mapping[str, Any], seq_len: int, sequence_parallel
         seq_len=seq_len,
         sequence_parallel=sequence_parallel,
     )
-    mixture = section.get("moe") or {}
+    mixture: Mapping[str, Any] = section.get("moe") or {}
     if mixture.get("num_experts") is None:
         return shape
     same = {"hidden": mixture["hidden"] or shape.hidden, "bias": shape.mlp_bias}

@@ -282,10 +282,10 @@ class StepModel:
         if key not in self._pieces:
             costs = LayerCosts(self.sizes, layout, self.device, links)
             if computed not in self._computed:
-                ends = costs.embedding(), costs.head()
-                self._computed[computed] = costs.block_operations(), *ends
-            operations, *ends = self._computed[computed]
-            self._pieces[key] = costs.block(operations), *ends
+                timed = costs.block_operations(), costs.embedding(), costs.head()
+                self._computed[computed] = timed
+            operations, embedding, head = self._computed[computed]
+            self._pieces[key] = costs.block(operations), embedding, head
         return self._pieces[key]
 
     def links(self, layout: StepLayout) -> Fabric:
