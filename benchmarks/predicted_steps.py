@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.common import write
-from torchdistpackage.cli._search import simpler_first
+from torchdistpackage.cli._search import model_error, simpler_first
 from torchdistpackage.config.load import load
 from torchdistpackage.harness.bench.profile import read
 from torchdistpackage.plan.layout_search import LayoutChoice, search
@@ -109,8 +109,8 @@ def _searched(trial: "_Trial") -> list[dict]:
     run, profile = load(CONFIG, LayoutChoice.overrides()), read(path)
     device = measured_device(profile, run, path, 2, 2)
     fabric = measured_fabric(profile, device, 2)
-    found = search(run, 2, device, ranks_per_node=2, fabric=fabric).found
-    first = simpler_first(found, device)[0]
+    result = search(run, 2, device, ranks_per_node=2, fabric=fabric, error=model_error(device))
+    found, first = result.found, simpler_first(result, device)[0]
     several = [found[0], first, *(x for x in found[1:] if x is not first)][:_SEARCHED]
     named = {f"search {i}": _overrides(x.choice) for i, x in enumerate(several)}
     named |= {name: LAYOUTS[name] for name in _BESIDE}
