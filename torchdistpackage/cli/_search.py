@@ -36,7 +36,7 @@ _TRIED = (
     "micro-batches are powers of two samples or all of a rank's, in numbers that their schedule is "
     "published for"
 )
-"""How the space of a search is restricted (`plan/layout_space.py`), in one line."""
+"""How the space of a search is restricted (`plan/layout_space.py`)."""
 _MORE = (2, 4, 8, 16, 32, 64)
 """Multiples of the ranks that are tried where nothing fits."""
 
@@ -265,7 +265,9 @@ def _table(
     notes.append("a short run of two or three of them tells which is faster on your cluster")
     lines = [wrap(f"note  {text}", indent=" " * 6) for text in notes]
     keys = [_keys(number, each, world) for number, each in enumerate(found, 1)]
-    return "\n".join([head, _TRIED, "", text_table(rows, last_left=True), "", *lines, "", *keys])
+    return "\n".join(
+        [head, wrap(_TRIED), "", text_table(rows, last_left=True), "", *lines, "", *keys]
+    )
 
 
 def _pays(each: RankedLayout) -> str:

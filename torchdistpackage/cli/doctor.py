@@ -159,7 +159,7 @@ def _network() -> Facts:
     host = socket.gethostname()
     found = resolve(host)
     yield f"{host} resolves to", ", ".join(found) or "nothing"
-    if not any(not is_loopback(x) for x in found):
+    if all(map(is_loopback, found)):
         yield (
             "!",
             f"{host} has no address by its own name that another node could reach; set "

@@ -296,7 +296,7 @@ class DpoSection(Section):
 
 
 class EarlyStopSection(Section):
-    """When a run ends before train.steps, because a validated value no longer improves."""
+    """Options that end a run before train.steps, because a validated value no longer improves."""
 
     metric: k.MetricName = Field(
         default=None,

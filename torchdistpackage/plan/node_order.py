@@ -156,8 +156,11 @@ def _axes(plan: Plan) -> list[_Axis]:
 
 @dataclass(frozen=True, slots=True)
 class NodeLinks:
-    """What the places of nodes send each other. near: for each place the bytes of a step to others,
-    both ways together. coords: for each the index of its first rank along the axes."""
+    """The bytes that nodes send each other in a step, by their number in an order.
+
+    near: for each number the bytes to others, both ways together. coords: for each number the index
+    of its first rank along the axes.
+    """
 
     near: tuple[Mapping[int, float], ...]
     coords: tuple[Mapping[str, int], ...]
