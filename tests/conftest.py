@@ -35,10 +35,9 @@ for name, examples in (("small set", 20), ("full", 200)):
 UNDER_LATE = (
     *("ddp/", "comm/", "parallel/", "optim/", "compat/placed/", "compat/auto/"),
     *("compat/test_torchshard", "compat/test_forward_backward", "compat/test_p2p_helpers"),
-    *("compat/test_moe", "compat/test_bf16", "compat/test_classic"),
+    *("compat/test_moe", "compat/test_mixed_precision", "compat/test_classic"),
     *(
         "compat/test_torch_calls",
-        "compat/test_native_scaler",
         "compat/test_marks",
         "compat/test_compiled",
     ),

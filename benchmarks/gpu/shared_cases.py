@@ -36,7 +36,7 @@ TESTS = {
     "overlap": "tests.train.test_parity_overlap:test_an_overlapped_step_is_that_of_one_process",
     "context": "tests.train.test_parity:test_context_under_schedules_and_zero",
     "experts": "tests.train.test_experts:test_experts_train_as_in_one_process",
-    "resume": "tests.train.test_resume_elsewhere:"
+    "resume": "tests.train.test_train_state_elsewhere:"
     "test_state_is_the_same_to_the_bit_and_losses_go_on",
 }
 """Kind -> the test whose cases, all in float64, they are."""

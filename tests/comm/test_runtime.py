@@ -1,4 +1,4 @@
-"""Joining: real processes with the variables of launchers. Where they meet is in test_store.py."""
+"""Joining: real processes with the variables of launchers. test_rendezvous_store.py: the store."""
 
 import contextlib
 import os

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.comm.test_slices import there_and_back
+from tests.comm.test_sharded_flat import there_and_back
 from torchdistpackage.comm import groups
 from torchdistpackage.comm import primitives as p
 from torchdistpackage.comm.groups import Groups, make_duplex_groups, reverse_group

@@ -1,6 +1,6 @@
 """Files of the earlier libraries that were programs: `python -m` runs them by their old paths.
 
-The job monitor's is in test_slurm_job_monitor.py.
+The job monitor's is in test_job_monitor_program.py.
 """
 
 import re

@@ -50,7 +50,7 @@ def differences(capture: ModuleType, cluster, texts: list[str]) -> dict[str, tup
 
 EVERY = pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.full)])
 """How many lists stand for one that is asked about: each is a process. What was recorded,
-tests/environment/test_hostlist.py compares whole."""
+tests/environment/test_slurm_env_hostlist.py compares whole."""
 
 
 @EVERY

@@ -7,7 +7,7 @@ import torch
 
 from tests.train import parity
 from tests.train.test_parity import overrides
-from tests.train.test_resume_elsewhere import first_half, second_half, whole
+from tests.train.test_train_state_elsewhere import first_half, second_half, whole
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.layout.derive import data_ranks_of_node
 from torchdistpackage.plan.run_plan import make_plan

@@ -49,11 +49,11 @@ def as_launched() -> tuple[object, int, bool]:
 
     dist.destroy_process_group()
     os.environ.update(LAUNCHED)
-    found = run_on_topology("tests.harness.test_start:where", ("b",), axes=[("data", 1)])
+    found = run_on_topology("tests.harness.test_pool_start:where", ("b",), axes=[("data", 1)])
     return found, os.getpid(), not dist.is_initialized()
 
 
-@pytest.mark.full  # tests/launch/test_local.py has the failures of local ranks
+@pytest.mark.full  # tests/launch/test_workers.py has the failures of local ranks
 def test_the_failure_of_a_new_rank_names_it():
     with pytest.raises(RankError, match=r"rank 1 of 2 failed: exit code 1: ValueError: no such"):
         run_on_topology(fails_on_rank_1, axes=[("data", 2)])
