@@ -4,9 +4,10 @@ Read from the syntax trees, so that nothing hides in a function or behind TYPE_C
 """
 
 import ast
+import re
 import subprocess
 import sys
-from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,104 +24,25 @@ from tests.package_files import (
     name_of,
     offences,
     own_imports,
-    present,
 )
 
-PURE_FOLDERS = (
-    "errors",
-    "lazy",
-    "bounded",
-    "bounded_yaml",
-    "files",
-    "text",
-    "run_files",
-    "topology",
-    "environment",
-    "layout",
-    "families",
-    "schedule",
-    "config",
-    "predict",
-    "launch",
-    "report",
-)
-ORDER = (
-    *PURE_FOLDERS,
-    *("comm", "thread_ranks", "equivalence", "harness", "tools", "ddp", "optim"),
-    *("parallel", "models", "checkpoint", "data", "plan", "train"),
-    *("cli", "compat"),
-)
-WITHOUT_TORCH = (*PURE_FOLDERS, "plan")
-"""Folders of which no file needs torch. `plan` is to the right of some that do: it reads what they
-have beside it."""
+
+def order_of(kind: str) -> tuple[str, ...]:
+    """Return the folders of a line of the order that CONTRIBUTING.md states."""
+    (line,) = re.findall(rf"^{kind}: +(\w.*|< .*)$", CONTRIBUTING, re.MULTILINE)
+    return tuple(name.strip() for name in line.split("<") if name.strip())
+
+
+CONTRIBUTING = (ROOT.parent / "CONTRIBUTING.md").read_text("utf-8")
+PURE_FOLDERS = order_of("no torch")
+ORDER = (*PURE_FOLDERS, *order_of("torch"))
+WITHOUT_TORCH = (*PURE_FOLDERS, "plan", "cli")
+"""Folders of which no file needs torch. The last two are to the right of some that do: they read
+what these have beside it, and load it on first use."""
 INSIDE_PARALLEL = ("tensor", "context", "expert", "pipeline", "auto")
 
 TOP_FILES = ("__init__.py", "__main__.py", "testing.py")
 """They only name what others define, and so stand to the right of everything."""
-
-PURE_FILES = (
-    "__init__.py",
-    "testing.py",
-    "compat/paths.py",
-    "compat/torchdistpackage/job_monitor.py",
-    "compat/torchdistpackage/ranks.py",
-    "compat/torchshard/__init__.py",
-    "comm/__init__.py",
-    "comm/collective_table.py",
-    "harness/pool.py",
-    "harness/bench/*.py",
-    "harness/hang/*.py",
-    "harness/late/orders.py",
-    "harness/parity/layouts.py",
-    "harness/lint/report.py",
-    "thread_ranks/__init__.py",
-    "thread_ranks/findings.py",
-    "thread_ranks/matcher.py",
-    "harness/stragglers/find.py",
-    "harness/comm_test_report.py",
-    "ddp/bucket_plan.py",
-    "layout/partition.py",
-    "ddp/zero/shard_bounds.py",
-    "parallel/__init__.py",
-    "parallel/context/__init__.py",
-    "parallel/context/choice.py",
-    "parallel/context/order.py",
-    "compat/placed/__init__.py",
-    "compat/placed/routes.py",
-    "parallel/pipeline/partition/cut_search.py",
-    "parallel/pipeline/partition/cost_split.py",
-    "parallel/tensor/layouts.py",
-    "parallel/tensor/numbers.py",
-    "parallel/expert/__init__.py",
-    "parallel/expert/shape.py",
-    "models/refusals.py",
-    "models/registry.py",
-    "models/*_layout.py",
-    "models/*_spec.py",
-    "models/*_numbers.py",
-    "models/transformers_folder.py",
-    "models/transformers_heads.py",
-    "models/transformers_refusals.py",
-    "models/shrunk_config.py",
-    "models/hugging_face_config.py",
-    "checkpoint/catalog.py",
-    "checkpoint/checksums.py",
-    "checkpoint/commit.py",
-    "checkpoint/formats/table.py",
-    "checkpoint/manifest.py",
-    "checkpoint/node_folder.py",
-    "checkpoint/retention.py",
-    "data/tokens/*.py",
-    "train/host_memory.py",
-    "train/inference_request.py",
-    "train/job.py",
-    "train/stop.py",
-    "train/submitit_task.py",
-    "train/trace_file.py",
-    "train/votes.py",
-    "cli/*.py",
-)
-"""Outside these folders: what planning, and importing the package, need."""
 
 ONLY_ARGUMENTS = ("ddp", "optim", "parallel", "checkpoint", "tools")
 """Folders that take plain arguments and never see the configuration or the launcher."""
@@ -142,10 +64,26 @@ MAY_CALL_TORCH_DISTRIBUTED = {
 }
 
 
-def is_pure(path: Path) -> bool:
+def promises(path: Path) -> bool:
+    """Whether a file says that it needs no torch: by its folder, as a front, or in words."""
     folder = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    empty = path.name == "__init__.py" and not package_files.tree(path).body
-    return folder in WITHOUT_TORCH or empty or any(fnmatch(name_of(path), f) for f in PURE_FILES)
+    text = ast.get_docstring(package_files.tree(path)) or ""
+    is_front = path.name == "__init__.py" or name_of(path) in TOP_FILES
+    return folder in WITHOUT_TORCH or is_front or "no torch" in " ".join(text.lower().split())
+
+
+@cache
+def pure() -> dict[Path, Path | None]:
+    """Return the files that need no torch: those that promise it, with None, and those that these
+    import, each with the file that does."""
+    found: dict[Path, Path | None] = {path: None for path in files() if promises(path)}
+    todo = list(found)
+    while todo:
+        path = todo.pop()
+        targets = {target for _, target in own_imports(path)}
+        todo += targets - found.keys()
+        found |= dict.fromkeys(targets - found.keys(), path)
+    return found
 
 
 def place(path: Path) -> tuple[int, int]:
@@ -234,29 +172,23 @@ def test_in_training_only_what_plans_and_builds_reads_the_configuration():
     assert train and data and offences(configuration_in, train + data) == {}
 
 
-def test_files_that_promise_to_need_no_torch_are_held_to_it():
-    promised = [
-        p for p in files() if "no torch" in (ast.get_docstring(package_files.tree(p)) or "").lower()
-    ]
-    assert len(promised) > 8
-    assert [name_of(path) for path in promised if not is_pure(path)] == []
-
-
 def torch_in(path: Path) -> list[str]:
-    """Imports of it, and of files of ours that are not pure."""
-    torch = [(line, module) for line, module in imports(path) if module.split(".")[0] == "torch"]
-    ours = [(line, name_of(t)) for line, t in own_imports(path) if not is_pure(t)]
-    return [f"line {line}: {name}" for line, name in torch + ours]
+    """Imports of it, and who imports this file that needs none."""
+    by = pure().get(path)
+    way = f", imported by {name_of(by)}" if by else ""
+    found = [(line, module) for line, module in imports(path) if module.split(".")[0] == "torch"]
+    return [f"line {line}: {module}{way}" for line, module in found]
 
 
-def test_pure_files_import_pure_files_and_no_torch():
-    assert offences(torch_in, filter(is_pure, files())) == {}
+def test_files_that_need_no_torch_and_what_they_import_import_none():
+    assert sum(by is None for by in pure().values()) > 250
+    assert offences(torch_in, pure()) == {}
 
 
 def test_pure_modules_load_where_torch_is_refused():
     """A finder that refuses torch stands before all others: nothing loads it by a detour."""
-    modules = [module_of(path) for path in files() if is_pure(path)]
-    assert len(modules) > 30
+    modules = sorted(module_of(path) for path in pure())
+    assert len(modules) > 250
     code = f"""
 import importlib, sys
 class NoTorch:
@@ -303,8 +235,6 @@ def test_only_comm_talks_to_torch_distributed():
 
 def test_exceptions_are_still_needed():
     assert set(MAY_CALL_TORCH_DISTRIBUTED) <= set(offences(torch_distributed_in))
-    for name in present(PURE_FILES):
-        assert list(ROOT.glob(name)), f"no file {name}"
 
 
 SAMPLES = {
@@ -337,6 +267,11 @@ SAMPLES = {
         configuration_and_launcher_in,
         "def f():\n    from torchdistpackage.launch.workers import run_local",
         "line 2: launch/workers.py",
+    ),
+    "plan/sample.py": (
+        torch_in,
+        "def f():\n    import torch.nn",
+        "line 2: torch.nn",
     ),
     "models/linted.py": (
         tools_of_tests_in,

@@ -1,4 +1,4 @@
-"""The routes of messages between ranks of a placed program: arithmetic only, no processes.
+"""The routes of messages between ranks of a placed program: arithmetic only, no torch.
 
 The order of all messages is a pure function of the operations, which every rank numbers the same:
 by operation, then by source, then by receiver; a backward reverses the operations. Every rank posts

@@ -1,6 +1,7 @@
 """The earlier package's job monitor, `tools.slurm_job_monitor`.
 
-One rule: it calls the functions of `tdp jobs`, so both report the same state of a job.
+One rule: it calls the functions of `tdp jobs`, so both report the same state of a job. No
+torch.
 """
 
 import logging

@@ -1,7 +1,8 @@
 """Lists of ranks by arithmetic alone, for code that makes its own groups.
 
 One rule: every rank is in exactly one list. Sizes that do not tile the world raise an error and are
-never rounded. New code should use a `Mesh`, which also knows the names of the axes.
+never rounded. New code should use a `Mesh`, which also knows the names of the axes. No
+torch.
 """
 
 import math
