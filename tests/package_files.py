@@ -1,6 +1,7 @@
 """The package's files as the tests of its rules see them: names, syntax trees, imports."""
 
 import ast
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -83,3 +84,53 @@ def own_imports(path: Path, inside: ast.AST | None = None) -> Iterator[tuple[int
             target = file_of(module)
             assert target is not None, f"{name_of(path)}:{line}: there is no {module}"
             yield line, target
+
+
+def order_of(kind: str) -> tuple[str, ...]:
+    """Return the folders of a line of the order that CONTRIBUTING.md states."""
+    (line,) = re.findall(rf"^{kind}: +(\w.*|< .*)$", CONTRIBUTING, re.MULTILINE)
+    return tuple(name.strip() for name in line.split("<") if name.strip())
+
+
+CONTRIBUTING = (ROOT.parent / "CONTRIBUTING.md").read_text("utf-8")
+PURE_FOLDERS = order_of("no torch")
+ORDER = (*PURE_FOLDERS, *order_of("torch"))
+WITHOUT_TORCH = (*PURE_FOLDERS, "plan", "cli")
+"""Folders of which no file needs torch. The last two are to the right of some that do: they read
+what these have beside it, and load it on first use."""
+INSIDE_PARALLEL = ("tensor", "context", "expert", "pipeline", "auto")
+TOP_FILES = ("__init__.py", "__main__.py", "testing.py")
+"""They only name what others define, and so stand to the right of everything."""
+
+
+def promises(path: Path) -> bool:
+    """Whether a file says that it needs no torch: by its folder, as a front, or in words."""
+    folder = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    text = ast.get_docstring(tree(path)) or ""
+    is_front = path.name == "__init__.py" or name_of(path) in TOP_FILES
+    return folder in WITHOUT_TORCH or is_front or "no torch" in " ".join(text.lower().split())
+
+
+@cache
+def pure() -> dict[Path, Path | None]:
+    """Return the files that need no torch: those that promise it, with None, and those that these
+    import, each with the file that does."""
+    found: dict[Path, Path | None] = {path: None for path in files() if promises(path)}
+    todo = list(found)
+    while todo:
+        path = todo.pop()
+        targets = {target for _, target in own_imports(path)}
+        todo += targets - found.keys()
+        found |= dict.fromkeys(targets - found.keys(), path)
+    return found
+
+
+def place(path: Path) -> tuple[int, int]:
+    """Position in the order of folders, and inside parallel."""
+    relative = path.relative_to(ROOT)
+    if relative.as_posix() in TOP_FILES:
+        return len(ORDER), 0
+    folder, *rest = relative.parts
+    inside = rest[0] if folder == "parallel" and len(rest) > 1 else ""
+    at = INSIDE_PARALLEL.index(inside) if inside in INSIDE_PARALLEL else -1
+    return ORDER.index(folder.removesuffix(".py")), at

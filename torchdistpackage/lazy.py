@@ -15,7 +15,7 @@ Torch            for which commands, plans and launchers do not wait: the module
                  (models/*_spec.py), what runs in ranks, what is done once all has been checked.
 Other processes  which are sent the name of what they are to call.
 
-A test lists the files that do so, each with its reason.
+A test sees the first three by the files themselves, and lists others, each with its reason.
 """
 
 import importlib
