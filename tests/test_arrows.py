@@ -35,12 +35,10 @@ MAY_LOAD_BY_NAME = {
 MAY_NAME_MODULES = {
     "compat/emp/devices.py": "a logger",
     "compat/torchshard/marks.py": "torch's function of a split tensor, which makes split tensors",
-    "harness/late/streams.py": "doubles in modules to the right",
     "launch/fork_server_client.py": "what another process runs",
     "launch/workers.py": "what another process runs",
     "models/registry.py": "families of transformers, for the plans that have one",
     "train/export.py": "what rounds weights to 4 bits, with torch",
-    "train/compiled.py": "hooks of our own, told from others by where they are defined",
     "data/tokens/token_workers.py": "what another process runs",
     "train/harness_calls.py": "lm-eval, on rank 0 of an evaluation by its tasks",
     "train/trackers/feed.py": "libraries of services, for the runs that log to them",
