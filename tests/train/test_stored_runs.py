@@ -1,0 +1,53 @@
+"""Runs that earlier versions left are gone on with and evaluated by this one, with their numbers."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.train.stored_run import CONFIG, EXPECTED, IDS, SAVED, STEPS, STORED
+from torchdistpackage.report.run import Run
+from torchdistpackage.train.metric_rows import read_metrics
+
+VERSIONS = sorted(path.name for path in STORED.iterdir())
+NUMBERS = ("loss", "grad_norm", "lr", "val_loss")
+
+
+@pytest.fixture
+def expected(request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
+    """What the version itself did, its folder being the current one."""
+    shutil.copytree(STORED / request.param, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "run.yaml").write_text(CONFIG, "utf-8")
+    monkeypatch.chdir(tmp_path)
+    return json.loads(Path(EXPECTED).read_text("utf-8"))
+
+
+def numbers(rows: list[dict]) -> dict[tuple[int, str], float]:
+    return {(x["step"], name): x[name] for x in rows for name in NUMBERS if name in x}
+
+
+@pytest.mark.parametrize("expected", VERSIONS, indirect=True)
+def test_a_run_of_an_earlier_version_goes_on_with_its_own_numbers(expected: dict, tdp):
+    run = Path("run")
+    assert Run(run).last_step == SAVED
+    code, text = tdp(["eval", "run", "--json"])
+    assert code == 0, text
+    told = json.loads(text)
+    assert told["loss"] == pytest.approx(expected["eval"]["loss"], rel=1e-12)
+    assert told["tokens"] == expected["eval"]["tokens"]
+    code, text = tdp(["train", "run.yaml"])
+    assert code == 0, text
+    rows, truth = numbers([*read_metrics(run / "metrics.jsonl")]), numbers(expected["rows"])
+    assert {step for step, _ in rows} == {*range(1, STEPS + 1)}
+    assert rows == pytest.approx(truth, rel=1e-9)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("expected", VERSIONS, indirect=True)
+@pytest.mark.parametrize("layout", ["parallel.data=1 parallel.tensor=1 parallel.zero=0"])
+def test_a_run_of_an_earlier_version_goes_on_on_another_layout(layout, expected: dict, tdp):
+    code, text = tdp(["train", "run.yaml", *layout.split()])
+    assert code == 0, text
+    rows = numbers([*read_metrics(Path("run") / "metrics.jsonl")])
+    assert rows == pytest.approx(numbers(expected["rows"]), rel=1e-9)
