@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from tests.tells import facts_pattern
 from torchdistpackage.checkpoint.compare import largest_difference, stats_of
 from torchdistpackage.checkpoint.formats.dcp import read_dcp
 from torchdistpackage.checkpoint.formats.files import (
@@ -218,7 +219,7 @@ def test_files_of_the_suffix_are_joined(tmp_path):
     found = tensors_of(read_suffixed(tmp_path / "ck_tp_0_pp_0.pth"))
     assert same(found, {**whole, "a.norm": norm, "b.norm": norm})
     (tmp_path / "ck_tp_1_pp_1.pth").unlink()
-    with pytest.raises(CheckpointError, match="lacks the file of pipe rank 1, tensor rank 1"):
+    with pytest.raises(CheckpointError, match=facts_pattern("rank 1", "rank 1")):
         read_suffixed(tmp_path / "ck_tp_0_pp_0.pth")
 
 
@@ -296,7 +297,7 @@ def test_an_export_holds_a_tensor_and_not_the_checkpoint(tmp_path):
 def test_a_file_without_a_name_for_its_tensors_is_refused(tmp_path):
     save_file({"w": torch.ones(1)}, tmp_path / "a.safetensors")
     save_file({"w": torch.ones(1)}, tmp_path / "b.safetensors")
-    with pytest.raises(CheckpointError, match=r"w is in a\.safetensors and in b\.safetensors"):
+    with pytest.raises(CheckpointError, match=facts_pattern("a.safetensors", "b.safetensors")):
         read_safetensors(tmp_path)
     with pytest.raises(CheckpointError, match="there is no tensor to import"):
         write_checkpoint(source_of({}), tmp_path)

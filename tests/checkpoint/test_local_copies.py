@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from tests.checkpoint.moments import NEVER, Moments
 from tests.checkpoint.test_kill import params_of, recover
+from tests.tells import tells
 from tests.train import parity
 from torchdistpackage.checkpoint import file_exchange, local_copies
 from torchdistpackage.checkpoint.commit import candidates, damage, latest, step_of
@@ -305,7 +306,7 @@ def shared_disk(folder: Path) -> str:
 
 def test_a_folder_that_nodes_share_is_refused(ranks, tmp_path):
     first, second = ranks(2).run(shared_disk, tmp_path)
-    assert "on host0 is that on host1 too; name a folder that each node has for itself" in first
+    assert tells(first, "host0", "host1")
     assert first == second
     assert not list(tmp_path.glob(".tdp-*"))
 
@@ -341,7 +342,7 @@ def test_a_full_disk_of_a_node_stops_all_or_is_said_and_the_run_folder_gets_a_ch
     # a slow machine says besides that a save waited for the one before
     said = [next(x for x in lines if not x.startswith("save of step")) for lines in found]
     assert said[0] == said[1], "all ranks say the same"
-    assert "writing the checkpoint of step 4 to checkpoint.local_dir=" in said[0]
+    assert tells(said[0], "step 4", "checkpoint.local_dir")
     assert "failed on rank 1" in said[0] and "node1/tdp-" in said[0]
     assert "No space left on device" in said[0]
     assert said[0].startswith("no local copy: " if goes_on else "stopped: ")

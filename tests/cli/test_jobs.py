@@ -12,6 +12,7 @@ import pytest
 
 from tests.launch.slurm.folders import measured, started, submitted
 from tests.launch.slurm.scripted import Programs, row
+from tests.tells import tells
 from torchdistpackage.cli.main import main
 from torchdistpackage.environment.failure import Failure, FailureKind
 from torchdistpackage.launch.slurm.node_blocklist import NodeIncident, record
@@ -134,7 +135,7 @@ def test_following_ends_as_the_job_did(
 def test_cancel_and_resubmit(run: SubmittedRun, slurm: Programs, capsys):
     slurm.say("squeue", row("7", "RUNNING"))
     assert main(["jobs", "resubmit", "tiny"]) == 1
-    assert "job 7 is RUNNING; cancel it first" in capsys.readouterr().err
+    assert tells(capsys.readouterr().err, "job 7", "RUNNING")
     assert main(["jobs", "cancel", "tiny"]) == 0
     assert capsys.readouterr().out == "cancelled job 7\n"
     assert slurm.asked[-1] == ["scancel", "7"]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tells import tells
 from torchdistpackage.cli.main import main
 from torchdistpackage.schedule.actions import ActionKind
 from torchdistpackage.schedule.autoschedule import synthesize
@@ -213,9 +214,9 @@ def test_an_unknown_name_is_answered_with_the_valid_ones(capsys):
 
 def test_a_schedule_that_would_take_minutes_is_refused_as_in_a_file(capsys):
     assert main(sized("interleaved", 1000, 1000)) == 2
-    assert "are 2,000,000 passes, more than the 32,768 allowed" in capsys.readouterr().err
+    assert tells(capsys.readouterr().err, "2,000,000 passes", "32,768 allowed")
     assert main(sized("auto", 100, 100)) == 2
-    assert "are 10,000 passes, more than the 4,096 allowed" in capsys.readouterr().err
+    assert tells(capsys.readouterr().err, "10,000 passes", "4,096 allowed")
 
 
 def test_counts_below_one_are_refused_with_the_numbers(capsys):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.tells import facts_pattern
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.groups import Groups
 from torchdistpackage.comm.tpc import is_using_pp, resolve_group, tpc
@@ -88,9 +89,7 @@ def absent_axes(config: object) -> None:
         assert tpc.is_first_group(mode) == (rank == 0) and not tpc.is_mode_inited(mode)
         assert resolve_group(None, mode) is tpc.get_group(mode)
     for ask in (tpc.get_ranks_in_group, tpc.get_group, tpc.all_ranks, tpc.get_next_global_rank):
-        with pytest.raises(
-            TopologyError, match="no group 'pip' in data=2; the names are data, mod"
-        ):
+        with pytest.raises(TopologyError, match=facts_pattern("'pip'", "data=2")):
             ask("pip")
     with pytest.raises(TopologyError, match=r"call tpc\.build_moe_groups first"):
         tpc.get_group_size("moe_dp")

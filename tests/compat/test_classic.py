@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.each import each
+from tests.tells import facts_pattern
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.layout.derive import blocks
@@ -152,7 +153,7 @@ def check_mlp_and_attention() -> None:
         torch.testing.assert_close(parallel(x), serial(x), **CLOSE)
     with pytest.raises(LayoutError, match=r"whole tensor has shape \(4, 4\).* \(16, 24\)"):
         pairs[0][1].fc1.init_weight_from_full(torch.ones(4, 4))
-    with pytest.raises(LayoutError, match="TpAttention: 1 heads, which 2 tensor ranks"):
+    with pytest.raises(LayoutError, match=facts_pattern("TpAttention", "1 heads", "2 tensor")):
         TpAttention(DIM, 1)
 
 

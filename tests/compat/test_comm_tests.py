@@ -3,6 +3,7 @@
 import pytest
 
 from tests.harness.measure.late_calls import DELAY_S, late_calls
+from tests.tells import tells
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.compat.torchdistpackage import dist as classic_tests
 from torchdistpackage.compat.torchdistpackage.dist import (
@@ -56,7 +57,7 @@ def refused() -> list[str]:
 
 def test_the_earlier_tests_refuse_what_cannot_be_shared(ranks):
     texts = ranks(2).run(refused)[0]
-    assert "all_gather of 7 elements over 2 ranks: use 1 or more, in 2 equal parts" in texts[0]
+    assert tells(texts[0], "all_gather", "7 elements", "2 ranks", "use 1", "2 equal")
     assert "all_reduce of 0 elements" in texts[1] and "no mode 'gather'" in texts[2]
     assert "all_to_all of 9 elements" in texts[3]
     assert test_collection.__test__ is test_all2all_balanced.__test__ is False

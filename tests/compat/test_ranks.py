@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from tests.tells import facts_pattern
 from torchdistpackage.compat.torchdistpackage.ranks import gen_groups, gen_inner_ranks
 from torchdistpackage.errors import TopologyError
 from torchdistpackage.topology.mesh import Mesh
@@ -59,5 +60,5 @@ def test_sizes_that_leave_ranks_over_are_refused_before_any_call(
 
 
 def test_inner_ranks_refuse_a_remainder():
-    with pytest.raises(TopologyError, match="groups of 4 ranks do not tile 7 ranks"):
+    with pytest.raises(TopologyError, match=facts_pattern("4 ranks", "7 ranks")):
         gen_inner_ranks(7, 4)

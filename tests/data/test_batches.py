@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.tells import facts_pattern
 from torchdistpackage.data.batches import Batches
 from torchdistpackage.errors import DataError
 from torchdistpackage.train.step import Trainer
@@ -135,7 +136,7 @@ def test_another_number_of_samples_is_refused(ahead):
     source = Source()
     source.batch = lambda *args, first: (torch.zeros(2), torch.zeros(3))  # type: ignore[method-assign]
     made = batches(source, ahead=ahead)
-    with pytest.raises(DataError, match="2 inputs and 3 targets where 3 samples"):
+    with pytest.raises(DataError, match=facts_pattern("2 inputs", "3 targets", "3 samples")):
         made.of_training(1, 0)
     made.close()
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.data.texts import json_lines, pairs, save_lines, save_tokenizer, sentences
+from tests.tells import tells
 from tests.train import parity
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.load import loads
@@ -177,7 +178,7 @@ def test_a_resumed_run_goes_on_and_says_that_a_source_was_edited(tdp, tmp_path):
     with (tmp_path / "tasks.jsonl").open("a") as file:
         file.write('{"prompt": "new", "completion": "one more"}\n')
     code, said = tdp([*half, "train.steps=7"])
-    assert code == 0 and "tasks.jsonl has other contents than when step 6 was saved" in said
+    assert code == 0 and tells(said, "tasks.jsonl", "step 6")
 
 
 def _rows(run: Path) -> list[dict]:
@@ -234,7 +235,7 @@ def test_tokenize_and_plan_count_each_source(tmp_path, capsys):
     assert "2 sources: web 75.0%, tasks 25.0%" in capsys.readouterr().out
     assert main(["plan", *words, "--all"]) == 0
     said = capsys.readouterr().out
-    assert "32 samples in 4 steps, of 2 sources" in said
+    assert tells(said, "32 samples", "4 steps", "2 sources")
     assert [x.split()[:3] for x in said.splitlines() if x.startswith(("web", "tasks"))] == [
         ["web", "24", "75.0%"],
         ["tasks", "8", "25.0%"],

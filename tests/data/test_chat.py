@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.data.texts import save_lines, save_tokenizer, sentences
+from tests.tells import tells
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.hugging_face import vocabulary_size
 from torchdistpackage.data.packing import PackedDataset
@@ -329,7 +330,7 @@ def test_documents_that_no_sample_holds_whole_are_told(tmp_path, capsys):
     assert main(["data", "tokenize", config]) == 0
     longest = int(np.diff(tokenized(source, tmp_path / "runs" / "tokens").ends).max())
     said = capsys.readouterr().out
-    assert "note: 2 of 3 documents are longer than a sample (data.seq_len=90; the lon" in said
+    assert tells(said, "2", "3 documents", "seq_len=90")
     assert f"gest has {longest} tokens): they are cut, and what follows a cut is learned wi" in said
     assert main(["data", "tokenize", config, f"data.seq_len={longest - 1}"]) == 0
     assert "note" not in capsys.readouterr().out
@@ -356,7 +357,7 @@ def test_a_tokenizer_that_does_not_do_is_refused_before_ranks_start(tmp_path, ca
     config = str(config_of(tmp_path, source))
     assert main([*command, config, "model.vocab=256"]) == 2
     said = capsys.readouterr().err
-    assert "300 ids, but model.vocab is 256; set model.vocab to 300 or more" in said
+    assert tells(said, "300 ids", "model.vocab", "256", "model.vocab", "300")
     assert "has none, neither as chat_template.jinja" in said and "2 problems" in said
     (Path(source.tokenizer) / "tokenizer.json").unlink()
     assert main([*command, config]) == 2

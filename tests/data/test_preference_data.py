@@ -7,6 +7,7 @@ import pytest
 
 from tests.data.test_chat import CHATML, MARKED, REPLY, USER, chat, parts
 from tests.data.texts import save_lines, save_tokenizer
+from tests.tells import tells
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import loads
 from torchdistpackage.data.blend import BlendedDataset, BlendPart
@@ -109,7 +110,7 @@ def test_all_wrong_lines_are_named_before_ranks_start(tmp_path, capsys):
     asked = source(tmp_path, rows)
     assert main(["train", config_of(tmp_path, asked, seq_len=16)]) == 2
     said = capsys.readouterr().err
-    assert "pairs.jsonl:10: chosen and rejected are equal in the 17 tokens of a sample" in said
+    assert tells(said, "pairs.jsonl:10", "17 tokens")
     assert "pairs.jsonl:11: a prompt of " in said and "fills a sample (data.seq_len=16)" in said
 
 
@@ -150,7 +151,7 @@ def test_long_answers_are_cut_at_their_end_and_that_is_said(tmp_path):
     rows = [texts("alpha", " mu" * 40, " nu" * 40), texts("beta", " mu", " nu")]
     found = tokenized(source(tmp_path, rows), tmp_path / "cache")
     note = cut_pairs(found, 20)
-    assert note is not None and "1 of 2 pairs are longer than a sample (data.seq_len=20" in note
+    assert note is not None and tells(note, "1", "2 pairs", "seq_len=20")
     assert not pair_problems(found, 20) and cut_pairs(found, 400) is None
     ids, targets = dataset(found, val_fraction=0.0).batch("train", 0, 1, 0, 1, 4)
     assert any((targets[row] != -100).sum() >= 18 and (ids[row] != 0).all() for row in range(4))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tests.data.texts import save_tokenizer, sentences
 from tests.models import hugging_face_folders as folders
 from tests.models.hugging_face_ranks import VOCAB
+from tests.tells import tells
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import load
 from torchdistpackage.plan.run_plan import make_plan
@@ -55,7 +56,7 @@ def files(tmp_path, monkeypatch):
 
 def test_the_configuration_of_the_page_plans(files, capsys):
     assert main(["plan", "run.yaml"]) == 0
-    assert "data=2 x pipe=2 x context=1 x tensor=2" in capsys.readouterr().out
+    assert tells(capsys.readouterr().out, "data=2", "pipe=2", "context=1", "tensor=2")
 
 
 @pytest.mark.full

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.harness.test_hang import call, in_line, one, snapshot, told
+from tests.tells import tells
 from torchdistpackage.harness.hang import dump as dumps
 from torchdistpackage.harness.hang.diagnosis import Cause
 from torchdistpackage.harness.hang.flights import (
@@ -94,7 +95,7 @@ def test_a_call_that_all_have_issued_and_no_device_ends_is_named():
     alike = (entry(1, "0", 4, "started"), entry(2, "7", 9, "scheduled"))
     found = told(hung(0, *alike), hung(1, *alike))
     head = found.text.splitlines()[0]
-    assert "wait for their devices, and all_reduce number 4 of ranks 0, 1 does not end" in head
+    assert tells(head, "all_reduce", "number 4", "ranks 0, 1")
     in_line(found.text, "all_reduce number 4 of ranks 0, 1: started on ranks 0, 1")
 
 

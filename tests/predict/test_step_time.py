@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tells import facts_pattern
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.predict.collectives import Fabric
 from torchdistpackage.predict.devices import DEVICES, find_device
@@ -326,7 +327,7 @@ def test_devices_are_found_by_the_names_that_clusters_give() -> None:
     assert find_device("NVIDIA A100-SXM4-80GB").name == "a100"
     assert find_device("NVIDIA H100 80GB HBM3") is H100
     assert find_device("AMD Instinct MI300X").name == "mi300x"
-    with pytest.raises(ConfigError, match="no device 'v100' is known; name one of a100, h100-sxm"):
+    with pytest.raises(ConfigError, match=facts_pattern("'v100'", "a100", "h100")):
         find_device("v100")
 
 
@@ -350,5 +351,5 @@ def test_a_link_without_bandwidth_is_named() -> None:
 
 
 def test_a_layout_that_does_not_fit_its_ranks_is_named() -> None:
-    with pytest.raises(ConfigError, match="does not divide 6 ranks; use a multiple of 4 ranks"):
+    with pytest.raises(ConfigError, match=facts_pattern("6 ranks", "4 ranks")):
         StepLayout(6, 128, 1, 1, tensor=4)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tells import tells
 from torchdistpackage.cli.main import main
 from torchdistpackage.report.placement import placement_svg
 from torchdistpackage.report.svg import colour_of
@@ -38,7 +39,7 @@ def test_a_group_has_one_colour(axis: str):
 
 def test_groups_across_nodes_are_said_and_many_ranks_are_cut():
     text = placement_svg("run", [("tensor", Mesh((("data", 600), ("tensor", 4))))], 6)
-    assert "tensor: 600 groups of 4, over 2 nodes" in text
+    assert tells(text, "600 groups", "4", "2 nodes")
     assert len(ranks(text, "tensor")) == 510 and "... and 1890 more ranks" in text
     assert "every rank is alone" in placement_svg("run", [("data", Mesh((("data", 1),)))], 1)
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.tells import facts_pattern
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Action, ActionKind, Batch, Schedule, flatten, parse
 from torchdistpackage.schedule.generators import build
@@ -119,7 +120,7 @@ def test_messages_between_two_ranks_are_received_in_the_order_in_which_they_are_
     """Both in one batch on each side, so nobody is stuck: the contents would be swapped."""
     first = "0F0 0F1 0SEND_F0+0SEND_F1"
     check(two_ranks(first, "1RECV_F0+1RECV_F1 1F0 1F1", 2))
-    with pytest.raises(ScheduleError, match="rank 0 sends 0SEND_F0 to rank 1, which then receives"):
+    with pytest.raises(ScheduleError, match=facts_pattern("rank 0", "sends 0SEND_F0", "rank 1")):
         check(two_ranks(first, "1RECV_F1+1RECV_F0 1F0 1F1", 2))
 
 
@@ -129,7 +130,9 @@ def test_ranks_that_each_send_first_are_stuck_and_named():
         "1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1",
         2,
     )
-    with pytest.raises(ScheduleError, match="rank 0 at 0RECV_B0 waits for 1SEND_B0; rank 1 at"):
+    with pytest.raises(
+        ScheduleError, match=facts_pattern("rank 0", "0RECV_B0 waits", "1SEND_B0", "rank 1")
+    ):
         check(stuck)
     # the two that meet posted together: nothing is stuck
     check(edited(stuck, 0, lambda p: p.__setitem__(slice(3, 5), [Batch((p[3], p[4]))])))
@@ -137,7 +140,9 @@ def test_ranks_that_each_send_first_are_stuck_and_named():
 
 def test_a_batch_is_done_only_when_all_of_it_is():
     """Rank 0 gets its first message but waits for the second, which needs what stands after."""
-    with pytest.raises(ScheduleError, match=r"rank 0 at 0RECV_B0\+0RECV_B1 waits for 1SEND_B1"):
+    with pytest.raises(
+        ScheduleError, match=facts_pattern("rank 0", "0RECV_B0", "0RECV_B1 waits", "1SEND_B1")
+    ):
         check(
             two_ranks(
                 "0F0 0SEND_F0 0F1 0RECV_B0+0RECV_B1 0SEND_F1 0B0 0B1",

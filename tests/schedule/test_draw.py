@@ -10,6 +10,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from tests.tells import facts_pattern
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.schedule import draw
 from torchdistpackage.schedule.actions import Action, ActionKind, flatten
@@ -221,9 +222,7 @@ def test_the_png_of_a_pair_has_both_panels_and_the_waits():
 
 def test_without_matplotlib_a_png_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(
-        ConfigError, match=r'pip install "torchdistpackage\[plot\]", or draw an SVG'
-    ):
+    with pytest.raises(ConfigError, match=facts_pattern('"torchdistpackage[plot]"', "SVG")):
         draw.png(predicted())
 
 

@@ -9,6 +9,7 @@ from statistics import fmean
 
 import pytest
 
+from tests.tells import facts_pattern
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.schedule.actions import Action, ActionKind, Schedule
 from torchdistpackage.schedule.costs import StageCosts
@@ -196,7 +197,7 @@ def test_a_backward_that_never_ran_whole_is_the_sum_of_its_parts():
 
 def test_spans_of_one_rank_are_not_enough():
     rows = run(build("1f1b", 2, 3), uneven(2))
-    with pytest.raises(ScheduleError, match="no forward of stage 1 among the spans of 1 pipe"):
+    with pytest.raises(ScheduleError, match=facts_pattern("stage 1", "1 pipe")):
         costs_of(rows[:1], 2)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.ddp.allocated import Meter
+from tests.tells import facts_pattern
 from torchdistpackage import (
     ConfigError,
     checkpoint_modules,
@@ -172,9 +173,9 @@ def test_what_may_not_be_recomputed_stays():
         "b": {"fwd_time": 5.0, "fwd_mem": 50.0, "freed_mem": 45.0},
     }
     assert propose_recompute(profile, 0.06) == ("b",)
-    with pytest.raises(ConfigError, match=r"activations take 0.1 GB, and 0.055 GB with everything"):
+    with pytest.raises(ConfigError, match=facts_pattern("0.1 GB", "0.055 GB")):
         propose_recompute(profile, 0.04)
-    with pytest.raises(ConfigError, match=r"0.1 GB, and 0.1 GB with everything"):
+    with pytest.raises(ConfigError, match=facts_pattern("0.1 GB", "0.1 GB")):
         propose_recompute(profile, 0.06, candidates=lambda name: name == "a")
 
 
@@ -203,9 +204,9 @@ def test_bad_profiles_and_limits_are_refused(profile, memory_gb, text):
 
 def test_bad_names_are_refused():
     model = nn.Sequential(Block(2, 2))
-    with pytest.raises(ConfigError, match=r"1 names are not of this model: '0\.op'; it has 0, "):
+    with pytest.raises(ConfigError, match=facts_pattern("1 names", "'0.op'", "0")):
         checkpoint_modules(model, ["0", "0.op"])
-    with pytest.raises(ConfigError, match=r"0\.up is inside 0, which recomputes it anyway"):
+    with pytest.raises(ConfigError, match=facts_pattern("0.up", "inside 0")):
         checkpoint_modules(model, ["0.up", "0"])
     with pytest.raises(ConfigError, match=r"0\.up is inside the model, which"):
         checkpoint_modules(model, ["0.up", ""])

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.coverage import settings
+from tests.tells import tells
 from tests.train import parity
 from tests.train.lora_ranks import (
     exported_logits,
@@ -179,7 +180,7 @@ def test_a_plan_says_what_all_linear_leaves_out(tmp_path):
     lora = Lora(r=2, alpha=4.0, dropout=0.0, target=("all-linear",))
     shape = shape_of_section({"hf": str(tmp_path)}, 8, False)
     (said,) = TransformersSpec(replace(shape, lora=lora)).notes()
-    assert "adapts 16 layers (q_proj, k_proj, v_proj, o_proj)" in said
+    assert tells(said, "16 layers", "k_proj", "v_proj", "o_proj")
     assert "12 matrices, 93% of the weights of all, are no linear layers" in said
     assert "model.layers.*.mlp.experts.gate_up_proj" in said
     assert TransformersSpec(shape).notes() == ()

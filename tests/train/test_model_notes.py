@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 from torch import nn
 
+from tests.tells import tells
 from torchdistpackage.config.load import loads
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.context.module import is_wrapped
@@ -24,7 +25,7 @@ def notes(layout: Layout, stage: nn.Module, **degrees: int) -> str:
 def test_a_model_that_tensor_ranks_copy_is_said_with_its_size():
     whole, split = Layout("w", (6, 4)), Layout("w", (6, 4), (("tensor",), ()))
     said = notes(whole, nn.Linear(4, 6), tensor=2)
-    assert "none of the 1 parameters (24 numbers) of m:build on this rank is split" in said
+    assert tells(said, "1 parameters", "24 numbers")
     assert "2 ranks hold the same copy" in said
     assert "hold the same copy" not in notes(split, nn.Linear(4, 6), tensor=2)
     assert "hold the same copy" not in notes(whole, nn.Linear(4, 6))
@@ -33,6 +34,6 @@ def test_a_model_that_tensor_ranks_copy_is_said_with_its_size():
 def test_plain_attention_on_context_ranks_is_said():
     whole, plain = Layout("w", (6, 4)), nn.Sequential(nn.Linear(4, 6))
     said = notes(whole, plain, context=2)
-    assert "parallel.context=2 gives m:build one of 2 parts of each sequence" in said
+    assert tells(said, "parallel.context=2", "2 parts")
     assert "one of 2 parts" not in notes(whole, plain)
     assert not is_wrapped(plain)

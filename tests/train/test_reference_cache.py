@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.data.texts import save_lines
+from tests.tells import tells
 from tests.train import parity
 from tests.train.preference_ranks import RUN, data_keys, pair, preferred
 from tests.train.test_transformers import MODELS
@@ -105,9 +106,9 @@ def test_the_command_writes_a_file_that_other_runs_are_refused(tdp, ranks, tmp_p
         r"other contents of data.path \(\w+ there, \w+ here\);", problem(f"data.path={other}")
     )
     said = problem("data.seq_len=16", "data.eos=off")
-    assert "data.seq_len (24 there, 16 here), data.bos, data.eos" in said
+    assert tells(said, "data.seq_len", "24 there", "16 here", "data.bos", "data.eos")
     packed = "model.lora={r: 3, target: [q_proj], load_in_4bit: true}"
-    assert "other contents of model.lora.load_in_4bit (none there, nf4 here);" in problem(packed)
+    assert tells(problem(packed), "model.lora.load_in_4bit", "nf4")
     with (tmp_path / "model" / "config.json").open("a") as file:
         file.write(" ")
     assert "the reference model" in problem()

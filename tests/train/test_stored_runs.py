@@ -1,4 +1,4 @@
-"""Runs that earlier versions left are gone on with and evaluated by this one, with their numbers."""
+"""Runs of earlier versions are gone on with and evaluated by this one, with their numbers."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.stored_run import CONFIG, EXPECTED, IDS, SAVED, STEPS, STORED
+from tests.train.stored_run import CONFIG, EXPECTED, SAVED, STEPS, STORED
 from torchdistpackage.report.run import Run
 from torchdistpackage.train.metric_rows import read_metrics
 

@@ -17,6 +17,7 @@ from tests.parallel.auto.models import (
     same_training,
     twin,
 )
+from tests.tells import facts_pattern
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
 from torchdistpackage.errors import LayoutError
@@ -90,5 +91,5 @@ def test_data_parallel_replicas_are_apart_and_files_are_the_models(ranks, tmp_pa
 
 
 def test_more_shards_than_heads_are_refused():
-    with pytest.raises(LayoutError, match="gpt2 has 4 attention heads, which 5 shards cannot"):
+    with pytest.raises(LayoutError, match=facts_pattern("gpt2", "4 attention", "5 shards")):
         tensor_parallel(language_model("gpt2"), ["cpu"] * 5)

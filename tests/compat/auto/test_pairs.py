@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.parallel.auto.models import language_model, prompt
+from tests.tells import tells
 from torchdistpackage.compat.tensor_parallel.call import tensor_parallel
 from torchdistpackage.compat.tensor_parallel.engine.explain import explain
 from torchdistpackage.compat.tensor_parallel.engine.pairs import find_pairs
@@ -151,7 +152,9 @@ def test_the_table_of_a_language_model(caplog):
     assert list(table.device_bytes) == held
     text = str(table)
     assert text in caplog.text
-    assert "transformer.h.0.attn.c_attn.weight  24 x 72  SplitInGroupedChunks dim 1  " in text
+    assert tells(
+        text, "transformer.h.0.attn.c_attn.weight", "24", "72", "SplitInGroupedChunks", "dim 1"
+    )
     assert "bytes a device" in text and "in a forward" in text
 
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.harness.bench.reports import LATENCY_S, PER_BYTE_S, both_links, report, row
+from tests.tells import tells
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench.outputs import Outputs
 from torchdistpackage.harness.bench.profile import dumps, read
@@ -147,7 +148,7 @@ def test_a_damaged_or_foreign_file_is_refused_with_its_key_and_value(path, damag
     text = str(caught.value)
     assert text.startswith(f"{path} is no torchdistpackage cluster profile of version 1")
     assert not value or f", got {value};" in text
-    assert "measure one with tdp comm bench --profile FILE" in text
+    assert tells(text, "--profile", "FILE")
 
 
 def test_a_file_of_an_earlier_release_is_read(path):

@@ -6,6 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.harness.test_absent import stop_for
+from tests.tells import tells
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import CommError
 from torchdistpackage.harness.bench.request import Request
@@ -38,7 +39,7 @@ def with_a_stopped_rank(stopped: int) -> tuple[str, float]:
 def test_a_stopped_rank_is_named_with_operation_and_group_by_all_others(ranks):
     texts = ranks(4).run(with_a_stopped_rank, 3)
     for text, time_s in texts[:3]:
-        assert "all_reduce over data, ranks [1, 3], 64 bytes of float32: rank 3 " in text
+        assert tells(text, "all_reduce", "ranks [1, 3]", "64 bytes", "float32", "rank 3")
         assert f"did not come within {TIMEOUT_S:g} s; ranks 0, 1, 2 on " in text
         assert time_s < TIMEOUT_S + 5
 

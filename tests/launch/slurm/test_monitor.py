@@ -7,6 +7,7 @@ import pytest
 
 from tests.launch.slurm.folders import measured, started, submitted
 from tests.launch.slurm.scripted import UNHEARD_OF, Answer, Scripted, ids_of, row
+from tests.tells import tells
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.slurm.monitor import (
     ResubmitLimits,
@@ -192,7 +193,7 @@ def test_a_job_that_chains_its_successor_is_not_submitted_again(tmp_path: Path):
     slurm = Story(chains)
     stop, said = run_monitor(RunTarget(run, ENV, slurm), slurm, Clock())
     assert stop == Stop(Outcome.SUCCEEDED, "job 8 is COMPLETED")
-    assert "job 8 goes on where job 7 was" in said
+    assert tells(said, "job 8", "job 7")
     assert slurm.count("sbatch") == 0
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.parallel.context import whole
+from tests.tells import facts_pattern, tells
 from torchdistpackage import tpc
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.p2p import Post
@@ -300,7 +301,7 @@ def refused(size: int) -> list[str]:
         texts.append(str(error.value))
 
     rank = tpc.rank
-    with pytest.raises(LayoutError, match="3 positions cannot be cut into the 4 chunks"):
+    with pytest.raises(LayoutError, match=facts_pattern("3 positions", "4 chunks")):
         shard_sequence(torch.zeros(3), 0)
     fails(shape=(1, 4, 8 + 3 * rank, 8))
     fails(shape=(1, 4 + rank, 8, 8), is_causal=bool(rank))
@@ -358,5 +359,5 @@ def choices() -> list[str]:
 
 def test_auto_says_what_it_takes(ranks):
     (said,), others = ranks(2).run(choices)
-    assert "16 positions, 4 heads (4 of keys) over 2 ranks on one node" in said
+    assert tells(said, "16 positions", "4 heads", "4", "2 ranks")
     assert others == []

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.parallel.pipeline.whole_model import DIM, batch, chain, same, same_gradients
+from tests.tells import facts_pattern
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.schedule.actions import ActionKind
@@ -162,7 +163,7 @@ def test_outputs_are_kept_on_request_and_a_run_can_be_recorded(ranks):
 
 
 def for_another_number_of_ranks() -> None:
-    with pytest.raises(ScheduleError, match="1f1b is for 3 pipe ranks, but the group has 2"):
+    with pytest.raises(ScheduleError, match=facts_pattern("1f1b", "3 pipe", "2")):
         Executor(build("1f1b", 3, 1), dist.group.WORLD, device=CPU)
 
 
