@@ -1,4 +1,7 @@
-"""Arrows between modules can be followed: none is hidden in a string, a function or a circle."""
+"""Arrows between modules can be followed: none is hidden in a string, a function or a circle.
+
+No torch.
+"""
 
 import ast
 import graphlib

@@ -1,4 +1,4 @@
-"""What a file of the package looks like: with a text at its head, without shortcuts."""
+"""What a file of the package looks like: with a text at its head, without shortcuts. No torch."""
 
 import ast
 import sys

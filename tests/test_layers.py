@@ -1,6 +1,8 @@
 """The rules the package lives by: imports point left, planning needs no torch, one folder talks.
 
 Read from the syntax trees, so that nothing hides in a function or behind TYPE_CHECKING.
+
+No torch.
 """
 
 import ast

@@ -1,4 +1,7 @@
-"""`scripts/mutants` on a tiny tree: what it draws and changes, and what tests say of it."""
+"""`scripts/mutants` on a tiny tree: what it draws and changes, and what tests say of it.
+
+No torch.
+"""
 
 from __future__ import annotations
 

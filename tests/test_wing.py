@@ -2,6 +2,8 @@
 
 All of them, with `--full`. In the small set every file of core tests is imported, which is where
 a name of the wing would be missing, and one case of each folder runs.
+
+No torch.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What counts as a checkpoint, and what is left of one that does not."""
+"""What counts as a checkpoint, and what is left of one that does not. No torch."""
 
 import errno
 import logging

@@ -1,4 +1,4 @@
-"""A manifest comes back as it was written, or not at all."""
+"""A manifest comes back as it was written, or not at all. No torch."""
 
 import itertools
 import json

@@ -1,4 +1,7 @@
-"""`tdp doctor`: the report about a machine, what it never prints, and what it warns of."""
+"""`tdp doctor`: the report about a machine, what it never prints, and what it warns of.
+
+No torch.
+"""
 
 import resource
 from pathlib import Path

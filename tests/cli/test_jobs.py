@@ -1,4 +1,7 @@
-"""`tdp jobs` as a shell sees it, over run folders and programs in the place of Slurm's."""
+"""`tdp jobs` as a shell sees it, over run folders and programs in the place of Slurm's.
+
+No torch.
+"""
 
 import os
 import re

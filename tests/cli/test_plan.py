@@ -1,4 +1,7 @@
-"""The printed plan says what the values behind it say, and a wrong file says all that is wrong."""
+"""The printed plan says what the values behind it say, and a wrong file says all that is wrong.
+
+No torch.
+"""
 
 import re
 import subprocess

@@ -1,4 +1,7 @@
-"""`tdp plan --profile`: the estimates of plan/estimate.py in print, and files that are refused."""
+"""`tdp plan --profile`: the estimates of plan/estimate.py in print, and files that are refused.
+
+No torch.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`tdp plan` of a run that begins with the weights of a transformers folder. No torch."""
+"""`tdp plan` of a run that begins with the weights of a transformers folder."""
 
 import json
 from pathlib import Path

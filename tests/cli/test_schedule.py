@@ -1,4 +1,4 @@
-"""A schedule in numbers, as a table and as files that other programs read."""
+"""A schedule in numbers, as a table and as files that other programs read. No torch."""
 
 import doctest
 import json

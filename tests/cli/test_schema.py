@@ -1,4 +1,4 @@
-"""The schema that editors complete from says what every key is for."""
+"""The schema that editors complete from says what every key is for. No torch."""
 
 import json
 from collections.abc import Iterator

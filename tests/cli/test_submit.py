@@ -1,4 +1,4 @@
-"""What `tdp submit` prints, writes and refuses, with a stand-in for sbatch and squeue."""
+"""What `tdp submit` prints, writes and refuses, with a stand-in for sbatch and squeue. No torch."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The job gets what was written, and how it ends is what the shell gets."""
+"""The job gets what was written, and how it ends is what the shell gets. No torch."""
 
 from pathlib import Path
 

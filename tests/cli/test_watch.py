@@ -1,4 +1,7 @@
-"""`tdp watch` of run folders: once, in lines while a run writes, and as a page of a terminal."""
+"""`tdp watch` of run folders: once, in lines while a run writes, and as a page of a terminal.
+
+No torch.
+"""
 
 import contextlib
 import json

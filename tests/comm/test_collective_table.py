@@ -1,4 +1,7 @@
-"""Bytes and factors are those of nccl-tests, so our numbers may stand beside other people's."""
+"""Bytes and factors are those of nccl-tests, so our numbers may stand beside other people's.
+
+No torch.
+"""
 
 from fractions import Fraction
 

@@ -1,4 +1,4 @@
-"""The earlier package's job monitor as a program, under its earlier name."""
+"""The earlier package's job monitor as a program, under its earlier name. No torch."""
 
 import subprocess
 import sys

@@ -1,4 +1,7 @@
-"""Every kind of row with a chat gives the right chat, from JSON lines and from parquet."""
+"""Every kind of row with a chat gives the right chat, from JSON lines and from parquet.
+
+No torch.
+"""
 
 import json
 from dataclasses import replace

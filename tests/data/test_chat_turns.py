@@ -1,4 +1,4 @@
-"""Turns found without marks equal those that marks in the same template show."""
+"""Turns found without marks equal those that marks in the same template show. No torch."""
 
 from datetime import date
 from pathlib import Path

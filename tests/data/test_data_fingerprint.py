@@ -1,4 +1,4 @@
-"""Edited data have another fingerprint, and a resumed run says so."""
+"""Edited data have another fingerprint, and a resumed run says so. No torch."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Adjacent texts, such as prompt and completion, are tokenized as one text."""
+"""Adjacent texts, such as prompt and completion, are tokenized as one text. No torch."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Prompts become ids, and a growing text shows whole letters only."""
+"""Prompts become ids, and a growing text shows whole letters only. No torch."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The progress output of tokenizing."""
+"""The progress output of tokenizing. No torch."""
 
 import io
 

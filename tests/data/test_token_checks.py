@@ -1,4 +1,4 @@
-"""A changed cache entry is refused, and planted files are left alone."""
+"""A changed cache entry is refused, and planted files are left alone. No torch."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The plan of buckets is a tiling, respects the cap, and knows nothing of the rank."""
+"""The plan of buckets is a tiling, respects the cap, and knows nothing of the rank. No torch."""
 
 from hypothesis import given
 from hypothesis import strategies as st

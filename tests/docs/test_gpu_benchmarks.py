@@ -1,4 +1,7 @@
-"""The GPU benchmarks, small on the CPU: they run and say so; a part that fails takes no other."""
+"""The GPU benchmarks, small on the CPU: they run and say so; a part that fails takes no other.
+
+No torch.
+"""
 
 import json
 import re

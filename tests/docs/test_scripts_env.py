@@ -1,4 +1,4 @@
-"""Scripts take an environment that is there, and none that they do not need."""
+"""Scripts take an environment that is there, and none that they do not need. No torch."""
 
 import os
 import shutil

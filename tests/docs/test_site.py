@@ -1,5 +1,8 @@
 """docs/index.md leads to every page, and the site builds with every link in it, by the call that
-CONTRIBUTING.md has."""
+CONTRIBUTING.md has.
+
+No torch.
+"""
 
 import ast
 import hashlib

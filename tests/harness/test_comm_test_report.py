@@ -1,4 +1,4 @@
-"""Who is to blame, from what the ranks saw. Those who wait never are."""
+"""Who is to blame, from what the ranks saw. Those who wait never are. No torch."""
 
 from functools import partial
 

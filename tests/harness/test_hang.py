@@ -1,4 +1,7 @@
-"""Who is to blame for a hang: tables of what ranks may leave, and the words that must come out."""
+"""Who is to blame for a hang: tables of what ranks may leave, and the words that must come out.
+
+No torch.
+"""
 
 import json
 import threading

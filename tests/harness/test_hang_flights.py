@@ -1,4 +1,7 @@
-"""What NCCL's flight recorder has of a hang: dumps as torch writes them, and what they tell."""
+"""What NCCL's flight recorder has of a hang: dumps as torch writes them, and what they tell.
+
+No torch.
+"""
 
 import json
 from dataclasses import replace

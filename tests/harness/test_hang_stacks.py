@@ -1,4 +1,4 @@
-"""What stacks tell of a hang in which nothing is numbered, and who writes them."""
+"""What stacks tell of a hang in which nothing is numbered, and who writes them. No torch."""
 
 import contextlib
 import os

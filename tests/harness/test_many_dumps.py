@@ -1,4 +1,4 @@
-"""A hang report of thousands of ranks: its bytes, its time, and who lists the folder."""
+"""A hang report of thousands of ranks: its bytes, its time, and who lists the folder. No torch."""
 
 from __future__ import annotations
 

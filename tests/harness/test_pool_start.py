@@ -1,4 +1,7 @@
-"""A function on ranks, started here or found under a launcher; refused before anything starts."""
+"""A function on ranks, started here or found under a launcher; refused before anything starts.
+
+No torch.
+"""
 
 import os
 

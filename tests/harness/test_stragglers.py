@@ -2,6 +2,8 @@
 
 The noise is like that of real ranks on shared cores: steps that all ranks find slow, single steps
 of one rank that take longer, and some percent in between.
+
+No torch.
 """
 
 import random

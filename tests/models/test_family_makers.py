@@ -1,4 +1,7 @@
-"""A family is one thing: what makes its table, by hand or from modules, nobody else can ask."""
+"""A family is one thing: what makes its table, by hand or from modules, nobody else can ask.
+
+No torch.
+"""
 
 import ast
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""A GPT as numbers: names, stages, parameters and costs, without torch."""
+"""A GPT as numbers: names, stages, parameters and costs, without torch. No torch."""
 
 import math
 from dataclasses import replace

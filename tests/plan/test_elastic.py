@@ -1,4 +1,7 @@
-"""The same training on another number of ranks: data first, then pipe, and no larger microbatch."""
+"""The same training on another number of ranks: data first, then pipe, and no larger microbatch.
+
+No torch.
+"""
 
 import pytest
 

@@ -1,4 +1,7 @@
-"""What a step's communication takes: bytes of the plan, seconds of a profile that is known."""
+"""What a step's communication takes: bytes of the plan, seconds of a profile that is known.
+
+No torch.
+"""
 
 import re
 

@@ -1,4 +1,7 @@
-"""Bytes of a rank under each ZeRO stage: whole, or the part of one of those that share."""
+"""Bytes of a rank under each ZeRO stage: whole, or the part of one of those that share.
+
+No torch.
+"""
 
 import pytest
 

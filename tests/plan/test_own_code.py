@@ -1,4 +1,7 @@
-"""Your own modules are found beside the YAML, and take the place of none of Python's own."""
+"""Your own modules are found beside the YAML, and take the place of none of Python's own.
+
+No torch.
+"""
 
 import json
 import os

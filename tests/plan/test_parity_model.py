@@ -1,4 +1,7 @@
-"""`tdp parity` of a folder of transformers: a small copy, on the axes that the model can be cut."""
+"""`tdp parity` of a folder of transformers: a small copy, on the axes that the model can be cut.
+
+No torch.
+"""
 
 import json
 from pathlib import Path

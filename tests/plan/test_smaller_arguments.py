@@ -1,4 +1,7 @@
-"""Arguments of a model of one's own become smaller by their names, and their ratios stay."""
+"""Arguments of a model of one's own become smaller by their names, and their ratios stay.
+
+No torch.
+"""
 
 import math
 

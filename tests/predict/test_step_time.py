@@ -1,5 +1,8 @@
 """The predicted step: terms add up to a simulated end, and a better device or fewer bytes never
-make it slower."""
+make it slower.
+
+No torch.
+"""
 
 import itertools
 import math

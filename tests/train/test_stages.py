@@ -1,4 +1,7 @@
-"""Where a run is cut and in which order its stages work: partition, chunks, costs, auto."""
+"""Where a run is cut and in which order its stages work: partition, chunks, costs, auto.
+
+No torch.
+"""
 
 import pytest
 

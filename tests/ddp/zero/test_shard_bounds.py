@@ -1,4 +1,4 @@
-"""The cut of a bucket, on paper."""
+"""The cut of a bucket, on paper. No torch."""
 
 from itertools import pairwise
 

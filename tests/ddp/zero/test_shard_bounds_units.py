@@ -1,4 +1,4 @@
-"""Which parameters share a bucket, on paper."""
+"""Which parameters share a bucket, on paper. No torch."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""The pictures are there, one for each axis, and show what was measured."""
+"""The pictures are there, one for each axis, and show what was measured. No torch."""
 
 import pytest
 

@@ -1,4 +1,7 @@
-"""The picture of a bench: a slow card or cable stands out, and dots lie on their fitted line."""
+"""The picture of a bench: a slow card or cable stands out, and dots lie on their fitted line.
+
+No torch.
+"""
 
 import re
 import xml.etree.ElementTree as ET

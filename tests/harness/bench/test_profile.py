@@ -1,4 +1,4 @@
-"""A stored profile reads back as it was written, and no other file is taken for one."""
+"""A stored profile reads back as it was written, and no other file is taken for one. No torch."""
 
 import json
 import re

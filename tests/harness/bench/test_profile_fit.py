@@ -1,4 +1,7 @@
-"""The line through times at several sizes: exact, unmoved by odd points, never negative."""
+"""The line through times at several sizes: exact, unmoved by odd points, never negative.
+
+No torch.
+"""
 
 import itertools
 

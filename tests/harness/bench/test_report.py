@@ -1,4 +1,4 @@
-"""What stands in a report: percentiles, bandwidths, the slowest unit of each link."""
+"""What stands in a report: percentiles, bandwidths, the slowest unit of each link. No torch."""
 
 import json
 import re

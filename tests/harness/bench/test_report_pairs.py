@@ -1,4 +1,7 @@
-"""Made-up clusters, in which it is known who is ill: the host is named, or the link, or nobody."""
+"""Made-up clusters, in which it is known who is ill: the host is named, or the link, or nobody.
+
+No torch.
+"""
 
 import itertools
 import random

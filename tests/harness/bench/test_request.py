@@ -1,4 +1,7 @@
-"""Sizes, operations and element types as people write them, and what is said to those that err."""
+"""Sizes, operations and element types as people write them, and what is said to those that err.
+
+No torch.
+"""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Who talks when: nobody twice in a round, everybody in the end."""
+"""Who talks when: nobody twice in a round, everybody in the end. No torch."""
 
 import itertools
 
