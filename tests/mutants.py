@@ -48,9 +48,7 @@ VERDICTS = ("killed", "alive", "none", "time", "error")
 FIRST = 12
 """How many tests of a mutant are run before all others of it."""
 LONG_S = 20.0
-ABOUT_TIME = re.compile(
-    r"(?i)\btim(e|ed|eout)\b|limit|within|no answer|did not|silent|killed|memory"
-)
+ABOUT_TIME = re.compile(r"(?i)timeout|\btimed?\b|limit|within|no answer|did not|silent|killed")
 """A test that took so long, or says so, may have failed of a loaded machine."""
 
 

@@ -128,7 +128,7 @@ def test_tests_that_come_to_a_mutant_are_run_and_the_first_failure_ends_it(tree:
 def test_tests_kill_what_they_hold_and_leave_the_rest_alive(tree: Path):
     file = "small/sums/add.py"
     (tree / "pyproject.toml").write_text("[tool.pytest.ini_options]\nmarkers = ['full']\n")
-    more = "from small.sums.add import unused\n\ndef test_more():\n    assert unused(1)\n"
+    more = "from small.sums.add import unused\n\ndef test_more():\n    assert unused(0) == 0\n"
     (tree / "tests/sums/test_more.py").write_text(more)
     copy = tree / "copies" / "new"
     for name in ("small", "tests", "pyproject.toml"):
