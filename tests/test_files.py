@@ -82,7 +82,7 @@ def names_in(folder: str) -> frozenset[str]:
     return frozenset(p.stem for p in found if not p.stem.startswith("__"))
 
 
-def tested_alone(path: Path) -> str:
+def only_module(path: Path) -> str:
     """Return the one module of its own folder that half of a file's tests or more name, if that is
     no front."""
     folder = path.relative_to(TESTS).parts[0]
@@ -113,7 +113,7 @@ def has_name_of_module(path: Path) -> bool:
 
 def is_ghost(path: Path) -> bool:
     """Whether a test file is of one module, and its name begins with that of none there."""
-    return not has_name_of_module(path) and tested_alone(path) != ""
+    return not has_name_of_module(path) and only_module(path) != ""
 
 
 def test_a_test_file_is_named_after_the_module_it_tests():
@@ -131,7 +131,7 @@ def test_a_test_file_is_named_after_the_module_it_tests():
 def test_a_ghost_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys.modules[__name__], "TESTS", tmp_path)
     (tmp_path / "ddp").mkdir()
-    text = "from torchdistpackage.ddp.param_sync import sync\n\ndef test_it():\n    sync()\n"
-    for name in ("test_replicas.py", "test_param_sync.py", "test_param_sync_late.py"):
+    text = "from torchdistpackage.ddp.bucket_plan import plan\n\ndef test_it():\n    plan()\n"
+    for name in ("test_buckets.py", "test_bucket_plan.py", "test_bucket_plan_late.py"):
         (tmp_path / "ddp" / name).write_text(text)
-    assert [x.name for x in (tmp_path / "ddp").iterdir() if is_ghost(x)] == ["test_replicas.py"]
+    assert [x.name for x in (tmp_path / "ddp").iterdir() if is_ghost(x)] == ["test_buckets.py"]

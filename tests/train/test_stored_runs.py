@@ -8,7 +8,6 @@ import pytest
 
 from tests.train.stored_run import CONFIG, EXPECTED, SAVED, STEPS, STORED
 from torchdistpackage.report.run import Run
-from torchdistpackage.train.metric_rows import read_metrics
 
 VERSIONS = sorted(path.name for path in STORED.iterdir())
 NUMBERS = ("loss", "grad_norm", "lr", "val_loss")
@@ -21,6 +20,10 @@ def expected(request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
     (tmp_path / "run.yaml").write_text(CONFIG, "utf-8")
     monkeypatch.chdir(tmp_path)
     return json.loads(Path(EXPECTED).read_text("utf-8"))
+
+
+def rows_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
 
 
 def numbers(rows: list[dict]) -> dict[tuple[int, str], float]:
@@ -38,7 +41,7 @@ def test_a_run_of_an_earlier_version_goes_on_with_its_own_numbers(expected: dict
     assert told["tokens"] == expected["eval"]["tokens"]
     code, text = tdp(["train", "run.yaml"])
     assert code == 0, text
-    rows, truth = numbers([*read_metrics(run / "metrics.jsonl")]), numbers(expected["rows"])
+    rows, truth = numbers(rows_of(run)), numbers(expected["rows"])
     assert {step for step, _ in rows} == {*range(1, STEPS + 1)}
     assert rows == pytest.approx(truth, rel=1e-9)
 
@@ -49,5 +52,5 @@ def test_a_run_of_an_earlier_version_goes_on_with_its_own_numbers(expected: dict
 def test_a_run_of_an_earlier_version_goes_on_on_another_layout(layout, expected: dict, tdp):
     code, text = tdp(["train", "run.yaml", *layout.split()])
     assert code == 0, text
-    rows = numbers([*read_metrics(Path("run") / "metrics.jsonl")])
+    rows = numbers(rows_of(Path("run")))
     assert rows == pytest.approx(numbers(expected["rows"]), rel=1e-9)
