@@ -9,6 +9,7 @@ workload    a transformer and a layout as numbers, whatever library runs them.
 kernels     the time of a matmul, of attention and of element-wise work; collectives that of links.
 layer       the operations of a block, there and back, and what its ranks wait for.
 step        the seconds of a step as a sum of named terms (`step_time`).
+step_memory the bytes of a rank of a published run, by kind; published_memory has such peaks.
 published   steps that others measured, beside their predictions on the page of error_table.
 
 Orders of a pipeline are timed by schedule/engine, of which simulation, synthesis and cuts are three

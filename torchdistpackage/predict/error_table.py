@@ -10,7 +10,9 @@ from functools import lru_cache
 
 from torchdistpackage.predict.devices import DEVICES, Accelerator
 from torchdistpackage.predict.published import ROWS, SOURCES, PublishedStep, is_checked
+from torchdistpackage.predict.published_memory import MEMORY_ROWS, MEMORY_SOURCES, PublishedMemory
 from torchdistpackage.predict.step import StepTime, step_time
+from torchdistpackage.predict.step_memory import step_memory
 
 MEAN_BAR, WORST_BAR, UNFITTED_BAR = 0.05, 0.10, 0.15
 """Bars for the errors of rows marked "check": for their mean and the worst on a fitted
@@ -66,7 +68,8 @@ def mean_and_worst(found: Iterable[PredictedRow]) -> tuple[float, float]:
 def table() -> str:
     """Return the generated part of the page."""
     found = compare()
-    return "\n\n".join((_summary(found), _rows(found), _devices(), _sources(found))) + "\n"
+    parts = _summary(found), _rows(found), _memory(), _devices(), _sources(found)
+    return "\n\n".join(parts) + "\n"
 
 
 def readme_sentence() -> str:
@@ -141,6 +144,42 @@ def _rows(found: Iterable[PredictedRow]) -> str:
             ", ".join(terms),
         )
         lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def memory_error(row: PublishedMemory) -> float:
+    """Return predicted over published bytes, less one."""
+    return sum(step_memory(row.sizes, row.layout).values()) / 2**30 / row.gib - 1
+
+
+def _memory() -> str:
+    lines = [
+        "## Published memory",
+        "",
+        "GiB of the device that holds most. Predicted are bytes of tensors (allocated); what the "
+        "caching allocator has taken of the device (reserved) is more by pieces that it cannot "
+        "use. A kind below a hundredth is left out.",
+        "",
+        "| run | counts | published | predicted | error | kinds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in MEMORY_ROWS:
+        kinds = step_memory(row.sizes, row.layout)
+        total = sum(kinds.values())
+        shown = (f"{k} {v / 2**30:.3g}" for k, v in kinds.items() if v >= total / 100)
+        cells = (
+            row.title,
+            row.counts,
+            f"{row.gib:.2f}",
+            f"{total / 2**30:.2f}",
+            f"{memory_error(row):+.1%}",
+            ", ".join(shown),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    for key, text in MEMORY_SOURCES.items():
+        errors = [abs(memory_error(row)) for row in MEMORY_ROWS if row.source == key]
+        mean, worst = sum(errors) / len(errors), max(errors)
+        lines += ["", f"{text}: mean error {mean:.1%}, worst {worst:.1%}."]
     return "\n".join(lines)
 
 
