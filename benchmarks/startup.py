@@ -14,6 +14,9 @@ from benchmarks.common import arguments, in_turns, local, rows, show, write
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.runtime import find_free_port, leave, setup_distributed
 
+PRELOAD = ("torch", "torch.distributed", "numpy", "torchdistpackage.comm.runtime")
+"""What `run_or_launch` imports once, for ranks that call `setup_distributed`."""
+
 
 def arrive() -> None:
     rank, world_size, *_ = setup_distributed()
@@ -34,7 +37,7 @@ def spawned(rank: int, world_size: int, port: str) -> None:
 
 def start(how: str, num_procs: int) -> None:
     if how == "fork server":
-        local(arrive, num_procs=num_procs, preload=("torch", "torch.distributed", "numpy"))
+        local(arrive, num_procs=num_procs, preload=PRELOAD)
     else:
         multiprocessing.spawn(spawned, (num_procs, find_free_port()), nprocs=num_procs)
 

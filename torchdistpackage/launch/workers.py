@@ -44,7 +44,8 @@ rank late."""
 _POLL_S = 0.1
 _RUN_RANK = "torchdistpackage.launch.entrypoint:run_rank"
 # A rank that trains imports all of these; the last when it makes its first optimizer.
-_PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
+_PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "torchdistpackage.comm.runtime")
+"""Modules that every rank needs: imported once, they save each rank a tenth of a second of CPU."""
 
 
 @dataclass(slots=True)

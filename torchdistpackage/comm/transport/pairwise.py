@@ -8,8 +8,7 @@ A message meets only those of the same kind of call with the same number. So ran
 different calls wait for each other, as in any collective, and never mistake one for the other.
 """
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -85,13 +84,15 @@ def post_receives(
     """
     state, reverse = state or state_of(group), reverse or group
     index = state.index
-    with _peer_gone("receiving from", state):
+    try:
         # gloo announces receives one by one: announce first the one whose message comes first
         return [
             (reverse if i > index else group).recv([x], i, tag)
             for i in reversed(state.others)
             for x in _pieces(parts[i])
         ]
+    except RuntimeError as error:
+        raise _peer_gone("receiving from", state, error) from error
 
 
 def post_sends(
@@ -108,22 +109,20 @@ def post_sends(
     """
     state, reverse = state or state_of(group), reverse or group
     index = state.index
-    with _peer_gone("sending to", state):
+    try:
         return [
             (reverse if i < index else group).send([x], i, tag)
             for i in state.others
             for x in _pieces(parts[i])
         ]
-
-
-@contextmanager
-def _peer_gone(action: str, state: GroupState) -> Generator[None]:
-    """Turn an error of the back end inside the block into a CommError."""
-    try:
-        yield
     except RuntimeError as error:
-        others = ", ".join(str(state.ranks[i]) for i in sorted(state.others))
-        raise CommError(f"{action} ranks {others} failed: {error}") from error
+        raise _peer_gone("sending to", state, error) from error
+
+
+def _peer_gone(action: str, state: GroupState, error: RuntimeError) -> CommError:
+    """Return the error that names the peers of a call which the back end refused."""
+    others = ", ".join(str(state.ranks[i]) for i in sorted(state.others))
+    return CommError(f"{action} ranks {others} failed: {error}")
 
 
 def _pieces(x: Tensor) -> Sequence[Tensor]:
