@@ -23,7 +23,7 @@ from torchdistpackage.models import (
     transformers_staged,
     transformers_trial,
 )
-from torchdistpackage.models.transformers_small import sample_ids, small_models
+from torchdistpackage.models.transformers_small import Sample, sample_ids, small_models
 from torchdistpackage.parallel.pipeline.partition import hf_decoder
 
 assert transformers
@@ -115,7 +115,7 @@ def staged(planted: Planted) -> str:
     planted.inside(hf_decoder.DecoderStage, "forward")
     model = small()
     ids = sample_ids(model.config)
-    problem, _ = transformers_staged.try_stages(model, ids, "model.layers")
+    problem, _ = transformers_staged.try_stages(model, Sample(ids), "model.layers")
     return problem or "nothing"
 
 

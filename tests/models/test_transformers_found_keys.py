@@ -55,7 +55,11 @@ def read_anew(given: Mapping[str, Any], tensor: int) -> FoundModel:
     tried = transformers_found._tried(given)
     config = known_settings(given)
     whole = transformers_found._found(on_meta(given, torch.float32), config, tried)
-    return whole if tensor == 1 or whole.refused else transformers_found._cut(given, whole, tensor)
+    return (
+        whole
+        if tensor == 1 or whole.refused
+        else transformers_found._cut(given, whole, tensor, None)
+    )
 
 
 def settings_that_change(given: dict[str, Any], tensor: int, most: int = 2) -> set[str]:
@@ -87,7 +91,7 @@ STRUCTURE = {
 def test_settings_that_change_what_is_read_of_modules_are_in_the_key(monkeypatch):
     """Without trials, of which there would be two for each setting."""
     nothing = transformers_found._Tried()
-    monkeypatch.setattr(transformers_found, "_tried", lambda _: nothing)
+    monkeypatch.setattr(transformers_found, "_tried", lambda *_: nothing)
     transformers_found._read.cache_clear()
     try:
         given = {**settings("olmo2"), "num_hidden_layers": 1}

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tests.data.texts import WORDS, save_lines, save_tokenizer
 from tests.train import parity
+from tests.train.encoders import ENCODERS
 from tests.train.preference_ranks import trainer
 from tests.train.transformers_ranks import Answer, everywhere_float64, set_rate, steps_of, whole
 from torchdistpackage.config.schema import RunConfig
@@ -82,12 +83,14 @@ def ranking_loss(vectors: Tensor, ids: Tensor, section: RunConfig) -> Tensor:
 
 def of_transformers(overrides: list[str]) -> tuple[Answer, float]:
     """(three steps, loss of a validation)."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     section = parity.config(overrides)
-    model = AutoModelForCausalLM.from_pretrained(section.model.hf, dtype=torch.float64).train()
+    is_encoder = AutoConfig.from_pretrained(section.model.hf).model_type in ENCODERS
+    auto = AutoModel if is_encoder else AutoModelForCausalLM
+    model = auto.from_pretrained(section.model.hf, dtype=torch.float64).train()
     named, optim = dict(model.named_parameters()), section.optim
-    trained = {n: p for n, p in named.items() if n != "lm_head.weight"}
+    trained = {n: p for n, p in named.items() if not n.startswith(("lm_head.", "pooler."))}
     groups = [
         {"params": [p for p in trained.values() if p.dim() > 1], "weight_decay": 0.0},
         {"params": [p for p in trained.values() if p.dim() <= 1], "weight_decay": 0.0},
@@ -100,7 +103,7 @@ def of_transformers(overrides: list[str]) -> tuple[Answer, float]:
         ids, targets = _batch(section, split, step)
         mask = targets >= 0
         with everywhere_float64():
-            base = model.model(input_ids=ids, attention_mask=mask.long(), use_cache=False)
+            base = (model if is_encoder else model.model)(ids, attention_mask=mask.long())
             vectors = pooled(base.last_hidden_state, mask, section.train.embedding.pooling)
             return ranking_loss(vectors, ids, section)
 
@@ -120,7 +123,7 @@ def of_transformers(overrides: list[str]) -> tuple[Answer, float]:
 def _batch(section: RunConfig, split: str, step: int) -> tuple[Tensor, Tensor]:
     data = build_data(make_plan(section, 1))
     num = section.data.global_batch * section.data.rows_per_sample
-    return data.batch(split, section.run.seed, step, 0, 1, num)[:2]
+    return data.batch(split, section.run.seed, step, 0, 1, num)[:2]  # its mask is in the targets
 
 
 def own_embeddings(overrides: list[str]):

@@ -57,7 +57,7 @@ def rows_of(kind: str, number: int = 30) -> list[dict]:
 
 def save_head(config: dict, folder: str, ending: str | None, num_labels: int) -> None:
     """A folder of transformers with all weights away from where they begin; ending: None for that
-    of the language model."""
+    of the language model, "" for the base model."""
     import transformers
 
     known = {"num_labels": num_labels} if ending else {}
@@ -68,7 +68,8 @@ def save_head(config: dict, folder: str, ending: str | None, num_labels: int) ->
         }
     made = transformers.CONFIG_MAPPING[config["model_type"]].from_dict({**config, **known})
     torch.manual_seed(1)
-    model = getattr(transformers, f"AutoModel{ending or 'ForCausalLM'}").from_config(made).double()
+    auto = getattr(transformers, f"AutoModel{'ForCausalLM' if ending is None else ending}")
+    model = auto.from_config(made).double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -223,7 +224,7 @@ def loss_of(
     """(loss, logits, labels) as transformers computes them, and trl that of rewards."""
     mask = ids != PAD
     found = [by_ids[tuple(x[m].tolist())] for x, m in zip(ids, mask, strict=True)]
-    given = {"input_ids": ids, "attention_mask": mask.long(), "use_cache": False}
+    given = {"input_ids": ids, "attention_mask": mask.long()}
     if kind == "reward":
         rewards = model(**given).logits.squeeze(-1)
         (chosen, rejected), margin = (rewards[::2], rewards[1::2]), torch.tensor(found[::2])
@@ -317,6 +318,6 @@ def of_folder(folder: str, overrides: list[str], base: str | None = None) -> dic
         labels.append(model.config.label2id[NAMES[label]])
     with torch.no_grad():
         given = {"input_ids": torch.tensor(ids), "labels": torch.tensor(labels)}
-        output = model(**given, use_cache=False)
+        output = model(**given, attention_mask=(given["input_ids"] != PAD).long())
     right = (output.logits.argmax(-1) == given["labels"]).double().mean()
     return {"loss": output.loss.item(), "accuracy": right.item()}

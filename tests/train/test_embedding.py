@@ -7,8 +7,10 @@ import pytest
 from tests.data.texts import save_lines
 from tests.train import parity
 from tests.train.embedding_ranks import data_keys, embedded, of_transformers, row
+from tests.train.encoders import ENCODERS
+from tests.train.head_ranks import save_head
 from tests.train.test_preference import LAYOUTS
-from tests.train.test_transformers import MODELS
+from tests.train.test_transformers import MODELS, NO_GRADIENT
 from tests.train.transformers_ranks import save_model
 from torchdistpackage.data.tokens.texts import wrong_texts
 from torchdistpackage.errors import ConfigError
@@ -71,6 +73,35 @@ def test_three_steps_are_those_of_transformers(ranks, embeddings, kind, layout):
         assert mine_val == pytest.approx(val, rel=1e-9)
         assert (logged, val_task) == (found[0][1], found[0][3])
         assert val_task.keys() == {"accuracy", "recall@1", "recall@10", "mrr@10", "ndcg@10"}
+
+
+OF_ENCODERS = [
+    (model, pooling, layout)
+    for model, pooling in zip(ENCODERS, ("cls", "mean", "last", *["mean", "cls"] * 3), strict=True)
+    for layout in ("data2", "data2-zero3", "tensor2", "whole-batch-data2")
+]
+ONE = ("bert", "cls", "data2-zero3")
+
+
+@pytest.mark.parametrize(
+    ("model", "pooling", "layout"),
+    [pytest.param(*x, marks=() if x == ONE else FULL) for x in OF_ENCODERS],
+)
+def test_encoders_are_compared_as_by_transformers(ranks, tmp_path, model, pooling, layout):
+    """By their base class, whose tokens see no padding."""
+    ranks(1).run(save_head, ENCODERS[model], str(tmp_path / "model"), "", 0)
+    overrides = [*data_keys(tmp_path), f"model.hf={tmp_path / 'model'}"]
+    overrides.append(f"train.embedding={{pooling: {pooling}, scale: 5.0}}")
+    ((truth, val),) = ranks(1).run(of_transformers, overrides)
+    size, changes = EVERY[layout]
+    found = ranks(size).run(embedded, [*overrides, *changes])
+    for step, expected in enumerate(truth.gradients):
+        gradients = [mine.gradients[step] for mine, *_ in found]
+        parity.expect_close(gradients, [expected], least=NO_GRADIENT)
+    parity.expect_close([mine.weights for mine, *_ in found], [truth.weights])
+    for mine, _, mine_val, _ in found:
+        assert mine.losses == pytest.approx(truth.losses, rel=1e-9)
+        assert mine_val == pytest.approx(val, rel=1e-9)
 
 
 OF_LORA = ("pipe2xtensor2", "data2-zero3", "context2", "whole-batch-data2", "whole-batch-context2")

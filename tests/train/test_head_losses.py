@@ -8,6 +8,7 @@ import torch
 
 from tests.data.texts import save_lines
 from tests.train import parity
+from tests.train.encoders import DECODERS, ENCODERS
 from tests.train.head_ranks import (
     ADAPTERS,
     BASE,
@@ -36,7 +37,7 @@ from torchdistpackage.train import head_metrics
 def config_of(model: str) -> dict:
     changes = {"vocab_size": 300, "pad_token_id": 0, "classifier_dropout": 0.0}
     changes |= {"num_hidden_layers": 4} if model == "llama" else {}
-    return {**MODELS[model], **changes}
+    return {**({**MODELS, **ENCODERS, **DECODERS}[model]), **changes}
 
 
 CONFIG = config_of("llama")
@@ -141,6 +142,43 @@ def test_heads_of_each_family_are_those_of_transformers(ranks, heads, model, kin
     expect_those_of_transformers(ranks, heads(kind, model), kind, layout, NO_GRADIENT)
 
 
+OF_ENCODERS = [
+    (model, kind, layout)
+    for model in ENCODERS
+    for kind in ("classification", "token_classification", "regression")
+    for layout in ("data2", "data2-zero3", "tensor2", "pipe2")
+]
+OF_TWO = [
+    ("bert", "classification", "data2-zero3"),
+    ("modernbert", "token_classification", "tensor2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "layout"),
+    [pytest.param(*x, marks=() if x in OF_TWO else FULL) for x in OF_ENCODERS],
+)
+def test_heads_of_encoders_are_those_of_transformers(ranks, heads, model, kind, layout):
+    """Whose tokens see their padding unless it is masked, and which pool by themselves."""
+    expect_those_of_transformers(ranks, heads(kind, model), kind, layout, NO_GRADIENT)
+
+
+OF_DECODERS = [
+    (model, kind, layout)
+    for model in DECODERS
+    for kind in ("classification", "token_classification")
+    for layout in ("data2-zero3", "tensor2", "pipe2")
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("model", "kind", "layout"), OF_DECODERS)
+def test_heads_of_decoders_without_a_table_are_those_of_transformers(
+    ranks, heads, model, kind, layout
+):
+    expect_those_of_transformers(ranks, heads(kind, model), kind, layout, NO_GRADIENT)
+
+
 @pytest.mark.parametrize(
     "model", [pytest.param(x, marks=() if x == "gpt_neox" else FULL) for x in MODELS]
 )
@@ -154,12 +192,49 @@ def test_a_head_begins_on_the_weights_of_each_language_model(ranks, tmp_path, mo
     assert all(torch.equal(found[name], x) for name, x in expected.items())
 
 
-@pytest.mark.parametrize("lora", [[], [ADAPTERS]], ids=["whole", "adapters"])
+BASES = {
+    "bert": ("ForMaskedLM", "ForPreTraining", ""),
+    "roberta": ("ForMaskedLM", ""),
+    "modernbert": ("ForMaskedLM", ""),
+    "deberta-v2": ("ForMaskedLM", ""),
+    "phi3": (None, ""),
+}
+"""Classes of which a folder may be."""
+OF_BASES = [(model, ending) for model, endings in BASES.items() for ending in endings]
+
+
+@pytest.mark.parametrize(
+    ("model", "ending"),
+    [pytest.param(*x, marks=() if x == ("bert", "ForMaskedLM") else FULL) for x in OF_BASES],
+)
+def test_a_head_begins_on_the_folder_of_another_class(ranks, tmp_path, model, ending):
+    """transformers draws what that class lacks, and leaves out what it has beside."""
+    ranks(1).run(save_head, config_of(model), str(tmp_path / "model"), ending, 0)
+    keys = [*data_keys("classification", tmp_path), f"model.hf={tmp_path}/model"]
+    ((found, expected),) = ranks(1).run(begun, [*keys, "data.labels=[red, green, blue]"])
+    assert found.keys() == expected.keys()
+    own = {name for name, x in expected.items() if not torch.equal(found[name], x)}
+    assert all(x.startswith(("classifier.", "score.", "head.")) or "pooler." in x for x in own)
+    assert any(x.startswith(("classifier.", "score.")) for x in own)
+    for name in own:
+        assert found[name].shape == expected[name].shape and found[name].std() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("model", "lora"),
+    [
+        ("llama", []),
+        ("llama", [ADAPTERS]),
+        *(pytest.param(x, [], marks=FULL) for x in ("bert", "modernbert", "phi3")),
+    ],
+    ids=["whole", "adapters", "bert", "modernbert", "phi3"],
+)
 def test_a_language_model_begins_with_a_new_head_and_comes_back_from_an_export(
-    tdp, ranks, tmp_path, lora
+    tdp, ranks, tmp_path, model, lora
 ):
     """It is the same on each layout; transformers makes of the export what `tdp eval` says."""
-    ranks(1).run(save_head, CONFIG, str(tmp_path / "model"), None, 0)
+    ending = "ForMaskedLM" if model in ENCODERS else None
+    ranks(1).run(save_head, config_of(model), str(tmp_path / "model"), ending, 0)
     keys = [*data_keys("classification", tmp_path), f"model.hf={tmp_path}/model", *lora]
     keys.append("data.labels=[red, green, blue]")
     ((alone, *_),) = ranks(1).run(trained, keys)
@@ -173,7 +248,8 @@ def test_a_language_model_begins_with_a_new_head_and_comes_back_from_an_export(
     last = json.loads((tmp_path / "runs/r/metrics.jsonl").read_text().splitlines()[-1])
     assert last["tokens"] == 20 and {"accuracy", "eval_accuracy", "eval_f1_macro"} <= last.keys()
     path, run = tmp_path / "rows.jsonl", str(tmp_path / "runs/r")
-    code, said = tdp(["eval", run, "--data", str(path), "--json", "--pipe", "2"])
+    layout = [] if model in ENCODERS else ["--pipe", "2"]
+    code, said = tdp(["eval", run, "--data", str(path), "--json", *layout])
     assert code == 0, said
     result = json.loads(said.splitlines()[-1])  # peft may write a warning before
     section = parity.config([*BASE, *keys])

@@ -25,8 +25,8 @@ class HeadTask:
 
     loss: "module:class" of its `HeadLoss` (train/head_losses.py). has_classes: a label is a class,
     else a number. is_pairs: a sample is a chosen and a rejected answer, of a score each. ending: of
-    the name of transformers' class. keys: of the data section that it alone reads. row, formula,
-    metrics, peer: its row of docs/heads.md.
+    the name of transformers' class; "" of the base class, which has no head. keys: of the data
+    section that it alone reads. row, formula, metrics, peer: its row of docs/heads.md.
     """
 
     name: str
@@ -44,6 +44,11 @@ class HeadTask:
     def is_of_tokens(self) -> bool:
         """Return whether each token has a label of its own."""
         return self.ending == TOKEN
+
+    @property
+    def is_of_sequence(self) -> bool:
+        """Return whether a whole text has one label."""
+        return self.ending == SEQUENCE
 
 
 _LOSSES = "torchdistpackage.train.head_losses"
@@ -96,6 +101,10 @@ HEAD_TASKS: Mapping[str, HeadTask] = {
 }
 
 
+WITHOUT_HEAD = HeadTask("embedding", loss="", ending="")
+"""The base class of an encoder, whose hidden states are compared."""
+
+
 def page_rows() -> str:
     """Return the table of docs/heads.md."""
     rows = ((f"`{x.name}`", x.row, x.formula, x.metrics, x.peer) for x in HEAD_TASKS.values())
@@ -119,6 +128,8 @@ class ModelHead:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of a config.json that say so."""
+        if not self.task.ending:
+            return {}
         names = self.labels if self.task.has_classes else ("LABEL_0",)
         kind = "multi_label_classification" if self.multi_label else "single_label_classification"
         return {

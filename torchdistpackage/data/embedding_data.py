@@ -1,9 +1,10 @@
 """Samples for contrastive training: a sample is an anchor, its positive and hard negatives, a row
 each.
 
-A row is one text, cut or padded to one length; the padding follows the text, so no token of the
-text attends to it. Its targets say which of its positions are tokens, and which text it is, as
-ranks of the last stage see no ids.
+A row is one text, cut or padded to one length. The padding follows it, so in a decoder no token
+of the text attends to it; encoders are told where it begins (`position_ids`) and mask it. Its
+targets say which of its positions are tokens, and which text it is, as ranks of the last stage see
+no ids.
 """
 
 import hashlib
@@ -58,6 +59,7 @@ class EmbeddingDataset(PreferenceDataset):
         seq_len: int,
         global_batch: int,
         val_fraction: float,
+        masks_padding: bool = False,
     ):
         self.rows_per_sample = text.documents_per_line
         super().__init__(
@@ -66,6 +68,7 @@ class EmbeddingDataset(PreferenceDataset):
             seq_len=seq_len,
             global_batch=global_batch,
             val_fraction=val_fraction,
+            masks_padding=masks_padding,
         )
 
     def _split(self, val_fraction: float) -> DocumentSplit:
@@ -82,7 +85,7 @@ class EmbeddingDataset(PreferenceDataset):
         number: int,
         ids: npt.NDArray[np.int64],
         targets: npt.NDArray[np.int64],
-    ) -> None:
+    ) -> int:
         text, (sample, side) = self.text, divmod(number, self.rows_per_sample)
         document = self.rows_per_sample * self._unit(split, seed, sample) + side
         begin = int(text.ends[document - 1]) if document else 0
@@ -96,6 +99,7 @@ class EmbeddingDataset(PreferenceDataset):
         targets[: len(tokens)] = int.from_bytes(digest, "little") << _BITS
         targets[0] |= _FIRST
         targets[len(tokens) - 1] |= _LAST
+        return len(tokens)
 
 
 def cut_texts(text: TokenizedText, seq_len: int) -> str | None:

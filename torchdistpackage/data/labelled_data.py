@@ -1,8 +1,9 @@
 """Rows with labels for a head, as samples of one row each, or two of a pair of answers.
 
-A row is one text, cut or padded to one length; its padding follows the text, so no token of the
-text attends to it. The target of a text stands at its last token that is no padding, which is where
-transformers pools; those of words stand at their first tokens. All others are `IGNORE`.
+A row is one text, cut or padded to one length. Its padding follows it, so in a decoder no token
+of the text attends to it; encoders are told where it begins (`position_ids`) and mask it. The
+target of a text stands at its last token that is no padding, which is where transformers pools in
+decoders; those of words stand at their first tokens. All others are `IGNORE`.
 """
 
 import numpy as np
@@ -31,6 +32,7 @@ class LabelledDataset(PreferenceDataset):
         seq_len: int,
         global_batch: int,
         val_fraction: float,
+        masks_padding: bool = False,
         padding: int | None,
         of_tokens: bool = False,
     ):
@@ -41,6 +43,7 @@ class LabelledDataset(PreferenceDataset):
             seq_len=seq_len,
             global_batch=global_batch,
             val_fraction=val_fraction,
+            masks_padding=masks_padding,
         )
 
     def _split(self, val_fraction: float) -> DocumentSplit:
@@ -51,7 +54,7 @@ class LabelledDataset(PreferenceDataset):
 
     def _fill(
         self, document: int, ids: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]
-    ) -> None:
+    ) -> int:
         text = self.text
         assert text.labels is not None
         begin = int(text.ends[document - 1]) if document else 0
@@ -63,6 +66,7 @@ class LabelledDataset(PreferenceDataset):
             targets[: len(tokens)] = text.labels[where]
         else:
             targets[last_token(tokens, self._padding)] = text.labels[document]
+        return len(tokens)
 
 
 class RewardDataset(LabelledDataset):

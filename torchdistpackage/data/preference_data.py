@@ -6,8 +6,9 @@ prompt and one answer, cut or padded to one length. The padding follows the answ
 the answer attends to it. Targets in prompts and padding do not count.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
+from functools import partial
 from typing import Self
 
 import numpy as np
@@ -28,7 +29,8 @@ class PreferenceDataset:
     """Rows of `seq_len` tokens, row 2 i chosen and row 2 i + 1 rejected; see `DataSource`.
 
     global_batch: pairs in a step, or in a batch of a validation. val_fraction: fraction of the
-    pairs that only validation sees. 1: all pairs, without training; 0: none.
+    pairs that only validation sees. 1: all pairs, without training; 0: none. masks_padding: batches
+    have position_ids, from 0 in the text of a row, and 0 at each token of its padding.
 
     Raises:
         DataError: an id is outside `vocab`, a pair has no two different answers in such rows, or
@@ -45,8 +47,9 @@ class PreferenceDataset:
         seq_len: int,
         global_batch: int,
         val_fraction: float,
+        masks_padding: bool = False,
     ):
-        self.text = text
+        self.text, self._masks_padding = text, masks_padding
         self.seq_len = seq_len
         self._num_rows = self.rows_per_sample * global_batch
         split = self._split(val_fraction)
@@ -83,9 +86,9 @@ class PreferenceDataset:
         per_rank: int,
         *,
         first: int = 0,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Return (ids, targets), int64 (per_rank, seq_len) each, or of a part the positions of its
-        ranges, on the CPU.
+        ranges, on the CPU; with masks_padding also position_ids, of whole rows.
 
         Targets of -100 do not count. per_rank, first: counted in rows; a pair has two.
 
@@ -95,11 +98,7 @@ class PreferenceDataset:
         check_place(split, data_index, num_data)
         self.text.check()
         numbers = self._numbers(split, step, data_index, per_rank, first)
-        ids = np.zeros((per_rank, self.seq_len), np.int64)
-        targets = np.full((per_rank, self.seq_len), IGNORE, np.int64)
-        for row, number in enumerate(numbers):
-            self._fill_row(split, seed, number, ids[row], targets[row])
-        return self._sliced(ids, targets)
+        return self._rows(numbers, partial(self._fill_row, split, seed))
 
     def documents(
         self, split: Split, seed: int, step: int, data_index: int, per_rank: int, *, first: int = 0
@@ -108,14 +107,22 @@ class PreferenceDataset:
         numbers = self._numbers(split, step, data_index, per_rank, first)
         return [self._document(split, seed, number) for number in numbers]
 
-    def rows(self, documents: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return (ids, targets), as `batch` does, of these documents."""
+    def rows(self, documents: Sequence[int]) -> tuple[Tensor, ...]:
+        """Return what `batch` does of these documents."""
         self.text.check()
-        ids = np.zeros((len(documents), self.seq_len), np.int64)
-        targets = np.full((len(documents), self.seq_len), IGNORE, np.int64)
-        for row, document in enumerate(documents):
-            self._fill(document, ids[row], targets[row])
-        return self._sliced(ids, targets)
+        return self._rows(documents, self._fill)
+
+    def _rows(self, numbers: Sequence[int], fill: Callable[..., int]) -> tuple[Tensor, ...]:
+        """Return the rows of these numbers; `fill` writes one and returns its number of tokens."""
+        ids = np.zeros((len(numbers), self.seq_len), np.int64)
+        targets = np.full((len(numbers), self.seq_len), IGNORE, np.int64)
+        positions = np.tile(np.arange(self.seq_len), (len(numbers), 1))
+        for row, number in enumerate(numbers):
+            num_tokens = fill(number, ids[row], targets[row])
+            positions[row, max(num_tokens, 1) :] = 0
+        own = np.concatenate([np.arange(x.start, x.stop) for x in self._ranges])
+        parts = torch.from_numpy(ids[:, own]), torch.from_numpy(targets[:, own])
+        return (*parts, torch.from_numpy(positions)) if self._masks_padding else parts
 
     def _numbers(
         self, split: Split, step: int, data_index: int, per_rank: int, first: int
@@ -125,12 +132,6 @@ class PreferenceDataset:
         num_before = (step - 1 if split == "train" else step) * self._num_rows
         begin = num_before + first + data_index * per_rank
         return range(begin, begin + per_rank)
-
-    def _sliced(
-        self, ids: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]
-    ) -> tuple[Tensor, Tensor]:
-        own = np.concatenate([np.arange(x.start, x.stop) for x in self._ranges])
-        return torch.from_numpy(ids[:, own]), torch.from_numpy(targets[:, own])
 
     def _split(self, val_fraction: float) -> DocumentSplit:
         """Return the numbers of the pairs of each side."""
@@ -157,13 +158,13 @@ class PreferenceDataset:
         number: int,
         ids: npt.NDArray[np.int64],
         targets: npt.NDArray[np.int64],
-    ) -> None:
-        """Write the ids and targets of row `number` of all epochs."""
-        self._fill(self._document(split, seed, number), ids, targets)
+    ) -> int:
+        """Write the ids and targets of row `number` of all epochs; return its number of tokens."""
+        return self._fill(self._document(split, seed, number), ids, targets)
 
     def _fill(
         self, document: int, ids: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]
-    ) -> None:
+    ) -> int:
         text = self.text
         begin = int(text.ends[document - 1]) if document else 0
         where = slice(begin, min(int(text.ends[document]), begin + self.seq_len + 1))
@@ -172,6 +173,7 @@ class PreferenceDataset:
         counts = text.counted[where] != 0
         ids[: len(tokens)] = tokens[: self.seq_len]
         targets[: len(tokens) - 1] = np.where(counts[1:], tokens[1:], IGNORE)
+        return min(len(tokens), self.seq_len)
 
     def _epoch(self, split: Split, seed: int, epoch: int) -> npt.NDArray[np.int64]:
         """Return the pairs of an epoch in their order; a validation always has the same order."""

@@ -60,7 +60,7 @@ class UnpairedDataset(PreferenceDataset):
         number: int,
         ids: npt.NDArray[np.int64],
         targets: npt.NDArray[np.int64],
-    ) -> None:
+    ) -> int:
         text, (sample, is_mismatched) = self.text, divmod(number, 2)
         assert text.counted is not None and text.prompts is not None
         batch = self._num_rows // 2
@@ -79,3 +79,4 @@ class UnpairedDataset(PreferenceDataset):
         targets[: len(tokens) - 1] = np.where(counts[1:] != 0, tokens[1:], IGNORE)
         own = text.counted[starts[asked] + text.prompts[asked]]
         targets[:] = with_label(targets, own != UNDESIRABLE)
+        return min(len(tokens), self.seq_len)

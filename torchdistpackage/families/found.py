@@ -68,7 +68,7 @@ def family(model: FoundModel) -> Family:
         model.class_name,
         lambda _: [] if model.refused is None else [model.refused],
         output="",
-        documents="not",
+        documents=model.documents,
         own_attention=model.own_attention,
         aliases=model.aliases,
         buffers=model.buffers,

@@ -21,6 +21,7 @@ from torchdistpackage.layout.table import (
     SplitTable,
 )
 
+Documents = Literal["positions", "mask", "distances", "padding", "not"]
 Settings = Mapping[str, Any]
 """The settings of a config.json, with the family's defaults for what it leaves out."""
 
@@ -298,6 +299,7 @@ class FoundModel:
     top_k: of them, those that a token goes to.
     order: in which a block runs the layers of `table`.
     uncut: why tensor ranks cannot split it; None: they can.
+    documents: see `Family`.
     """
 
     class_name: str
@@ -319,6 +321,7 @@ class FoundModel:
     table: SplitTable = field(default_factory=SplitTable)
     order: BlockOrder = field(default_factory=lambda: BlockOrder(is_listed=False))
     uncut: str | None = None
+    documents: Documents = "not"
 
     @cached_property
     def by_block(self) -> dict[str, list[str]]:
@@ -355,7 +358,6 @@ def block_of(blocks: str, name: str) -> str:
     return path + name.removeprefix(path).partition(".")[0] + "."
 
 
-Documents = Literal["positions", "mask", "distances", "not"]
 Part = Callable[[Weights, Settings, Sizes], None]
 
 
@@ -371,7 +373,8 @@ class Family:
     several ranks may hold one key-value head, which is then a parameter's part alone. documents:
     how those of one sample are kept apart: transformers makes a mask of position_ids ("positions"),
     or has to be given one ("mask"); it counts distances across a sample ("distances"), or cannot be
-    told where one ends ("not"). own_attention: why its attention cannot be over parts of a
+    told where one ends ("not"); "padding": as "not", but behind the one document of a sample its
+    padding is left out of attention. own_attention: why its attention cannot be over parts of a
     sequence; "": it can. order: how a block runs its layers, see `BlockOrder`. nullable: settings
     that are null in a config.json that transformers takes, whatever their default: a switch is off
     then, key-value heads are as many as heads.

@@ -52,6 +52,9 @@ class GPTSpec:
     def piece_parameters(self) -> tuple[int, ...]:
         return gpt_layout.piece_parameters(self.shape)
 
+    def masks_padding(self) -> bool:
+        return False
+
     def flops_per_token(self) -> float:
         return gpt_numbers.flops_per_token(self.shape)
 

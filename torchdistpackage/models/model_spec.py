@@ -23,7 +23,7 @@ class ModelUse:
 
     compares_rows: its loss is of answers or texts beside each other, not of tokens. head: in place
     of the one for the next token. num_class_weights: of data.class_weights. only_distils: its loss
-    is the divergence from a teacher alone.
+    is the divergence from a teacher alone. is_embedding: its hidden states are compared.
     """
 
     seq_len: int
@@ -37,6 +37,7 @@ class ModelUse:
     head: ModelHead | None = None
     num_class_weights: int = 0
     only_distils: bool = False
+    is_embedding: bool = False
 
     @classmethod
     def of(cls, config: RunConfig, num_stages: int = 1) -> Self:
@@ -53,6 +54,7 @@ class ModelUse:
             head_of(config),
             len(config.data.class_weights),
             config.train.distill.is_on and config.train.distill.kd_ratio == 1,
+            config.data.is_embedding,
         )
 
 
@@ -130,6 +132,12 @@ class ModelSpec(Protocol):
 
     def piece_parameters(self) -> tuple[int, ...]:
         """Return the number of parameters of each piece."""
+        ...
+
+    def masks_padding(self) -> bool:
+        """Return whether tokens see what stands behind them, so that rows have to say where their
+        padding begins (`position_ids` of `DataBatch`).
+        """
         ...
 
     def flops_per_token(self) -> float:

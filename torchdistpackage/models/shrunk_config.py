@@ -28,6 +28,7 @@ _WIDTHS = (
     "output_embedding_size",
     "rotary_emb_dim",
     "backbone_hidden_size",
+    "pooler_hidden_size",
 )
 _INNER = (
     "intermediate_size",

@@ -5,9 +5,10 @@ that of its tokens and which parts they reach, is tried on a small copy of the s
 """
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, cast
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchdistpackage.config.head_tasks import ModelHead
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.families.found import (
     BESIDE,
@@ -29,13 +31,31 @@ from torchdistpackage.families.found import (
     is_stacked,
     split_as,
 )
-from torchdistpackage.families.table import Family, FoundModel, Sizes, StageSides, Weight
+from torchdistpackage.families.table import (
+    Documents,
+    Family,
+    FoundModel,
+    Sizes,
+    StageSides,
+    Weight,
+)
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.partition import share_heads_evenly
 from torchdistpackage.models.tables import table_parameters
 from torchdistpackage.models.transformers_cuts import CHOICES, find_cuts
-from torchdistpackage.models.transformers_meta import ALONE, known_settings, on_meta
-from torchdistpackage.models.transformers_small import module_of, sample_ids, small_models
+from torchdistpackage.models.transformers_meta import (
+    ALONE,
+    known_settings,
+    on_meta,
+    scores_positions,
+)
+from torchdistpackage.models.transformers_small import (
+    Sample,
+    module_of,
+    moved_away,
+    sample_ids,
+    small_models,
+)
 from torchdistpackage.models.transformers_staged import try_stages
 from torchdistpackage.models.transformers_trial import order_of, try_tensor
 from torchdistpackage.tools.undisturbed import keep_random_states
@@ -53,37 +73,57 @@ _SWITCHES: tuple[tuple[str, object], ...] = (
 )
 """Settings that make some classes attend only to earlier tokens."""
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
+_NUM_PADDING = 3
+"""Number of tokens of padding behind a sample of a class with a head."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _LEARNED = re.compile(r"position|\bwpe\b")
 
 
-def found_family(config_dict: Mapping[str, Any], tensor: int = 1) -> Family:
+def found_family(
+    config_dict: Mapping[str, Any], tensor: int = 1, head: ModelHead | None = None
+) -> Family:
     """Return the family of one config.json that transformers can build, split for `tensor` ranks.
+
+    head: in place of the one for the next token.
 
     Raises:
         NotAvailableError: transformers is not there.
-        ConfigError: it has no such causal language model, or refuses the settings.
+        ConfigError: it has no such causal language model, or none with this head, or refuses the
+            settings.
     """
-    return family(found_model(config_dict, tensor))
+    return family(found_model(config_dict, tensor, head))
 
 
-def found_model(config_dict: Mapping[str, Any], tensor: int = 1) -> FoundModel:
+def found_model(
+    config_dict: Mapping[str, Any], tensor: int = 1, head: ModelHead | None = None
+) -> FoundModel:
     """Return the model from which `found_family` makes its table."""
-    return _read(json.dumps(dict(config_dict), sort_keys=True, default=str), tensor)
+    return _read(json.dumps(dict(config_dict), sort_keys=True, default=str), tensor, head)
+
+
+def is_causal(config_dict: Mapping[str, Any]) -> bool:
+    """Return whether transformers makes of a config.json a causal language model that tokens can
+    train.
+    """
+    try:
+        return found_model(config_dict).refused is None
+    except ConfigError:
+        return False
 
 
 @lru_cache(maxsize=8)
-def _read(text: str, tensor: int) -> FoundModel:
+def _read(text: str, tensor: int, head: ModelHead | None = None) -> FoundModel:
     config_dict = json.loads(text)
     if tensor > 1:
-        uncut = _read(text, 1)
+        uncut = _read(text, 1, head)
         is_sampled = (
             config_dict.get("model_type") in SAMPLED
         )  # refused, and no trial of it says more
-        return uncut if uncut.refused or is_sampled else _cut(config_dict, uncut, tensor)
+        return uncut if uncut.refused or is_sampled else _cut(config_dict, uncut, tensor, head)
     with ALONE:
-        config = known_settings(config_dict)
-        return _found(on_meta(config_dict, torch.float32), config, _tried(config_dict))
+        config = known_settings(config_dict, head)
+        model = on_meta(config_dict, torch.float32, head=head)
+        return _found(model, config, _tried(config_dict, head))
 
 
 def _found(model: Any, config: Any, tried: "_Tried") -> FoundModel:
@@ -94,6 +134,8 @@ def _found(model: Any, config: Any, tried: "_Tried") -> FoundModel:
     embedding = model.get_input_embeddings()
     heads = _number(text, "num_attention_heads", 1)
     dim = embedding.weight.shape[-1] if isinstance(embedding, nn.Embedding) else 1
+    if model.get_output_embeddings() is None:  # behind an embedding that may be narrower
+        dim = _number(text, "hidden_size", dim)
     positions = next((p for x in _POSITIONS if type(p := settings.get(x)) is int), None)
     learned = [name for name in parameters if _LEARNED.search(name)]
     tables = [model.get_submodule(name.rpartition(".")[0]) for name in learned]
@@ -133,6 +175,7 @@ def _found(model: Any, config: Any, tried: "_Tried") -> FoundModel:
         own_attention="" if config.model_type in SHARED else UNSEEN,
         shared_experts=stacked.pop() if is_shared else 0,
         top_k=chosen_experts(settings),
+        documents=tried.documents,
     )
 
 
@@ -213,35 +256,45 @@ def _blocks(model: Any, unreached: tuple[str, ...]) -> tuple[str, int]:
 # -- what tensor ranks share ---------------------------------------------------------------------
 
 
-def _cut(config_dict: Mapping[str, Any], uncut: FoundModel, tensor: int) -> FoundModel:
+def _cut(
+    config_dict: Mapping[str, Any], uncut: FoundModel, tensor: int, head: ModelHead | None
+) -> FoundModel:
     """Return `uncut` split by the first choices under which a small copy computes the same."""
     by_heads = share_heads_evenly(uncut.sizes.heads, uncut.sizes.kv_heads, tensor)
     num_ranks = min(tensor, MOST_TRIED)
     problem = f"transformers makes no small copy of {uncut.class_name} to try it on"
     with ALONE:
-        model = on_meta(config_dict, torch.float32)
-        for small in _copies_for(config_dict, num_ranks):
-            ids = sample_ids(small.config)
+        model = on_meta(config_dict, torch.float32, head=head)
+        for small in _copies_for(config_dict, num_ranks, head):
+            sample = _sample_of(small, head, uncut.documents)
             small_facts = _found(small, small.config, _Tried(unreached=uncut.unreached))
             for choices in CHOICES:
                 chosen = replace(choices, by_heads=choices.by_heads and by_heads)
                 cut = split_as(small_facts, find_cuts(small, small_facts, chosen))
-                failure = try_tensor(small, cut, ids, num_ranks)
+                failure = try_tensor(small, cut, sample, num_ranks)
                 if failure is None:
-                    order = order_of(small, ids, small_facts.blocks, cut.table)
+                    order = order_of(small, sample, small_facts.blocks, cut.table)
                     return replace(split_as(uncut, find_cuts(model, uncut, chosen)), order=order)
                 problem = failure
     return replace(uncut, uncut=problem)
 
 
-def _copies_for(config_dict: Mapping[str, Any], num_ranks: int) -> Iterator[nn.Module]:
+def _sample_of(small: Any, head: ModelHead | None, documents: Documents) -> Sample:
+    """Return the tokens that a small copy is tried on, with padding behind them if it masks it."""
+    sample = Sample(sample_ids(small.config))
+    return sample if head is None else _padded(small, sample, documents == "padding")
+
+
+def _copies_for(
+    config_dict: Mapping[str, Any], num_ranks: int, head: ModelHead | None
+) -> Iterator[nn.Module]:
     """Yield small copies whose heads, and half as many key-value heads, these ranks can share.
 
     A class that refuses the width that goes with such heads gets at least a head for each rank.
     """
     even = max(num_ranks * (1 + num_ranks % 2), 4)
     for heads in dict.fromkeys((even, max(num_ranks, 4))):
-        yield from small_models(config_dict, heads)
+        yield from small_models(config_dict, heads, head)
 
 
 # -- what is tried on a small copy ---------------------------------------------------------------
@@ -256,16 +309,17 @@ class _Tried:
     auxiliary: float = 0.0
     unstaged: str | None = None
     around: StageSides = field(default_factory=StageSides)
+    documents: Documents = "not"
 
 
-def _tried(config_dict: Mapping[str, Any]) -> _Tried:
+def _tried(config_dict: Mapping[str, Any], head: ModelHead | None = None) -> _Tried:
     if (reads := BESIDE.get(str(config_dict.get("model_type")))) is not None:
         return _Tried(f"{config_dict['model_type']} does not run on token ids alone: its {reads}")
     problem = f"transformers makes no small copy of {config_dict.get('model_type')} to try it on"
-    for model in small_models(config_dict):
+    for model in small_models(config_dict, head=head):
         try:
             with keep_random_states():
-                return _try(model, config_dict)
+                return _try(model, config_dict) if head is None else _try_head(model, head)
         except Exception as error:  # as above
             at, name = module_of(error, model), type(model).__name__
             problem = f"a small copy of {name} does not run on token ids alone: it stops in {at}"
@@ -302,8 +356,83 @@ def _try(model: Any, config_dict: Mapping[str, Any]) -> _Tried:
         return _Tried(both_ways)
     output.loss.backward()
     unreached = tuple(_unreached(model))
-    staged = try_stages(model, ids, _blocks(model, unreached)[0], unreached)
+    staged = try_stages(model, Sample(ids), _blocks(model, unreached)[0], unreached)
     return _Tried(None, unreached, factor, *staged)
+
+
+def _try_head(model: Any, head: ModelHead) -> _Tried:
+    """Try a class with this head, or a base class: whether padding behind a text changes what it
+    makes of it, with a mask if not without one.
+    """
+    model.eval()
+    moved, name, sample = moved_away(model), type(model).__name__, Sample(sample_ids(model.config))
+    documents: Documents = "not"
+    for documents in ("not", "padding"):
+        padded = _padded(model, sample, documents == "padding")
+        with torch.no_grad(), _without_advice():
+            alone = replace(padded, ids=padded.ids[:, :-_NUM_PADDING], mask=None).outputs(moved)
+            outputs = padded.outputs(moved)
+            is_padded = outputs.dim() == 3
+            off = (outputs[:, :-_NUM_PADDING] if is_padded else outputs) - alone
+        if (most := float(off.abs().max() / alone.abs().max().clamp(min=1e-6))) <= _TOLERANCE:
+            break
+    else:
+        return _Tried(
+            f"{name} mixes padding into a text: on a small copy its outputs change by {most:.0%} "
+            f"of the largest one with {_NUM_PADDING} tokens of padding behind the text, which its "
+            f"attention_mask does not leave out; use a model that does"
+        )
+    if scores_positions(model, head) and (text := _pools_elsewhere(moved, padded.ids, outputs)):
+        return _Tried(text)
+    sample = padded
+    sample.loss(sample.outputs(model)).backward()
+    unreached = tuple(_unreached(model))
+    staged = try_stages(model, sample, _blocks(model, unreached)[0], unreached)
+    return _Tried(None, unreached, 0.0, *staged, documents)
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Keep transformers from warning of padding without a mask, which is what is tried."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _padded(model: Any, sample: Sample, is_masked: bool) -> Sample:
+    """Return a sample of a class with a head, whose last tokens are padding."""
+    padding = _padding_id(model)
+    other = 1 + max(padding, int(sample.ids.min()))
+    ids = sample.ids.masked_fill(sample.ids == padding, other)
+    ids[:, -_NUM_PADDING:] = padding
+    mask = torch.ones_like(ids)
+    mask[:, -_NUM_PADDING:] = 0
+    return Sample(ids, mask if is_masked else None, is_causal=False)
+
+
+def _padding_id(model: Any) -> int:
+    padding = getattr(model.config.get_text_config(), "pad_token_id", None)
+    return padding if type(padding) is int and padding >= 0 else 0
+
+
+@torch.no_grad()
+def _pools_elsewhere(model: Any, ids: Tensor, outputs: Tensor) -> str | None:
+    """Return where a class takes other logits than those of the last token that is no padding;
+    None: it takes these.
+
+    model: whose forward returns those of all positions, `outputs` (B, S, K) for ids (B, S).
+    """
+    model.config.get_text_config().pad_token_id = _padding_id(model)
+    own = type(model).__mro__[1].forward(model, input_ids=ids, return_dict=True).logits
+    last = outputs[:, -_NUM_PADDING - 1]
+    if own.shape == last.shape and torch.allclose(own, last, rtol=_TOLERANCE, atol=1e-5):
+        return None
+    name = type(model).__name__
+    return f"{name} does not score a text at its last token that is no padding, as decoders do"
 
 
 def _unreached(model: nn.Module) -> Iterator[str]:
@@ -334,11 +463,7 @@ def _looks_ahead(model: nn.Module, ids: Tensor) -> float:
     Relative to the largest logit. model: a small copy in float32. ids (B, S): its first row is
     used.
     """
-    moved = deepcopy(model).eval()
-    with keep_random_states():
-        torch.manual_seed(2)
-        for parameter in moved.parameters():  # what begins at zero would hide it
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+    moved = moved_away(model).eval()
     row, num = ids[:1], ids.shape[1]
     rows = row.repeat(num, 1)
     at = torch.arange(1, num)

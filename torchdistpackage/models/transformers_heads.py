@@ -1,7 +1,8 @@
-"""The heads of transformers on families with a table, for sequences and for tokens. No torch.
+"""The heads of transformers for sequences and for tokens. No torch.
 
-Their class has the base model of the causal one and, in place of the output matrix, a layer with an
-output for each class. It is small, so ranks do not share it.
+In a family with a table their class has the base model of the causal one and, in place of the
+output matrix, a layer with an output for each class. It is small, so ranks do not share it. All
+other classes are read from their modules (transformers_found.py).
 """
 
 from collections.abc import Mapping
@@ -29,17 +30,12 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 
 def with_head(family: str, head: ModelHead) -> Family:
-    """Return the table of a family with this head in place of its output matrix.
+    """Return the table of a family that has one with this head in place of its output matrix.
 
     Raises:
-        ConfigError: it has no table, or transformers has no such class of it.
+        ConfigError: transformers has no such class of it.
     """
-    table = FAMILIES.get(family)
-    if table is None:
-        raise ConfigError(
-            f"data.name={head.task.name} trains a head on families with a table, which are "
-            f"{', '.join(FAMILIES)}; model_type is {family!r}"
-        )
+    table = FAMILIES[family]
     if head.task.is_of_tokens and family not in _OF_TOKENS:
         raise ConfigError(
             f"transformers has no class with a head for tokens of model_type {family!r}, which "
@@ -57,12 +53,14 @@ def has_bias(head: ModelHead, settings: Mapping[str, Any]) -> bool:
     return head.task.is_of_tokens and settings.get("token_classification_bias", True) is True
 
 
-def config_with_head(settings: Mapping[str, Any], family: str, head: ModelHead) -> dict[str, Any]:
-    """Return a config.json with the class and the settings of this head.
+def config_with_head(settings: Mapping[str, Any], head: ModelHead) -> dict[str, Any]:
+    """Return a config.json with the settings of this head.
 
     Raises:
-        ConfigError: it is of a class with a head of the other kind; see `with_head`.
+        ConfigError: it is of a class with a head of the other kind, or of other classes.
     """
+    if not head.task.ending:
+        return dict(settings)
     existing = has_head(settings)
     if existing and not existing.endswith(head.task.ending):
         other = "each token" if existing.endswith(TOKEN) else "a sequence"
@@ -79,6 +77,5 @@ def config_with_head(settings: Mapping[str, Any], family: str, head: ModelHead) 
             f"{head.num_outputs}; name the classes of the folder, or the language model that it "
             f"was made from"
         )
-    name = with_head(family, head).class_name
     kept = {k: x for k, x in settings.items() if k not in ("num_labels", "problem_type")}
-    return {**kept, **head.settings(), "architectures": [name]}
+    return {**kept, **head.settings()}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from torchdistpackage.config.head_tasks import ModelHead
+from torchdistpackage.config.head_tasks import WITHOUT_HEAD, ModelHead
 from torchdistpackage.config.hugging_face import ORIGINAL, read_config, rope_parameters
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.families.registry import FAMILIES
@@ -25,6 +25,7 @@ from torchdistpackage.models.lora_layout import Lora
 from torchdistpackage.models.transformers_heads import config_with_head, has_bias, with_head
 
 _FOUND = "torchdistpackage.models.transformers_found:found_family"
+_IS_CAUSAL = "torchdistpackage.models.transformers_found:is_causal"
 """Import path of the reader for families without a table, loaded late because it needs torch."""
 _MOST = 1 << 24
 """Largest size that is accepted; a larger one is a slip."""
@@ -48,9 +49,9 @@ class TransformersShape:
     @cached_property
     def kind(self) -> Family:
         table = FAMILIES.get(self.family)
-        if self.head is not None:
-            return with_head(self.family, self.head)
-        return resolve(_FOUND)(self.given, self.tensor) if table is None else table
+        if table is None:
+            return resolve(_FOUND)(self.given, self.tensor, self.head)
+        return table if self.head is None else with_head(self.family, self.head)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -103,7 +104,11 @@ class TransformersShape:
         by = documents_by(self)
         if by == "distances" and self.sizes.positions is None:
             return self.seq_len  # ALiBi, whatever the family's default says
-        if self.sizes.positions is not None or positions is None or by in ("distances", "not"):
+        if (
+            self.sizes.positions is not None
+            or positions is None
+            or by in ("distances", "padding", "not")
+        ):
             return self.num_positions
         values = rope.get("factor"), rope.get(ORIGINAL, self.given.get(ORIGINAL))
         factor, original = (
@@ -118,8 +123,10 @@ def shape_of_section(
     sequence_parallel: bool,
     tensor: int = 1,
     head: ModelHead | None = None,
+    is_embedding: bool = False,
 ) -> TransformersShape:
-    """Return the shape of the model that `hf` of a model section names.
+    """Return the shape of the model that `hf` of a model section names. is_embedding: its hidden
+    states are compared, so that an encoder is one too.
 
     Raises:
         ConfigError: transformers has no such model, or its settings are no model; lists all.
@@ -128,8 +135,13 @@ def shape_of_section(
     config_dict = read_config(where)
     lora = Lora.of_section(section.get("lora"))
     family = str(config_dict.get("model_type"))
+    if is_embedding and family not in FAMILIES and not resolve(_IS_CAUSAL)(config_dict):
+        head = ModelHead(WITHOUT_HEAD)
     if head is not None:
-        config_dict = config_with_head(config_dict, family, head)
+        try:
+            config_dict = config_with_head(config_dict, head)
+        except ConfigError as error:
+            raise ConfigError(f"model.hf={where}: {error}") from error
     shape = TransformersShape(family, config_dict, seq_len, sequence_parallel, lora, tensor, head)
     try:
         shape.kind  # noqa: B018  read now, as it may be none
@@ -194,7 +206,7 @@ def context_problem(shape: TransformersShape) -> str:
 def documents_by(shape: TransformersShape) -> Documents:
     """Return how documents of one sample are kept apart; see `Family`."""
     by = shape.kind.documents
-    return "distances" if by != "not" and shape.given.get("alibi") else by
+    return "distances" if by in ("positions", "mask") and shape.given.get("alibi") else by
 
 
 def can_share(shape: TransformersShape, tensor: int) -> bool:
@@ -244,14 +256,16 @@ def _head(shape: TransformersShape, axis: str) -> Weights:
     """
     w, n = Weights("", axis, shape.sizes.std), shape.sizes
     shape.kind.head(w, shape.settings, n)
-    if shape.head is not None:
+    if not shape.kind.output:
+        pass  # a class without a table lists all that it has by itself
+    elif shape.head is not None:
         # small, so each rank has all of it
         w.whole(f"{shape.kind.output}.weight", shape.head.num_outputs, n.dim, kind="normal")
         if has_bias(shape.head, shape.given):
             w.whole(f"{shape.kind.output}.bias", shape.head.num_outputs, kind="zeros")
     elif n.tied:
         w.tied_head(shape.kind.output, n.vocab, n.dim)
-    elif shape.kind.output:
+    else:
         w.column(shape.kind.output, n.vocab, n.dim, is_table=True)
     return w if shape.lora is None else _adapted(w, shape.lora, is_head=True)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from torchdistpackage.comm.random import seed_from
-from torchdistpackage.config.head_tasks import ModelHead
+from torchdistpackage.config.head_tasks import HEAD_TASKS, SCORE, WITHOUT_HEAD, ModelHead
 from torchdistpackage.config.hugging_face import with_earlier_rope
 from torchdistpackage.config.packages import is_before, too_old
 from torchdistpackage.errors import ConfigError, NotAvailableError
@@ -63,17 +63,17 @@ def check_packages(*packages: str) -> None:
         raise NotAvailableError(f"model.hf {'; '.join(old)}")
 
 
-def known_settings(config_dict: Mapping[str, Any]) -> Any:
+def known_settings(config_dict: Mapping[str, Any], head: ModelHead | None = None) -> Any:
     """Return the settings of a config.json as transformers has them, with its defaults for what is
-    left out.
+    left out. head: in place of the one for the next token.
 
     Raises:
         NotAvailableError: transformers is not there.
-        ConfigError: it has no such model, none of text from token to token, or refuses the
-            settings.
+        ConfigError: it has no such model, none with this head or of text from token to token, or
+            refuses the settings.
     """
     check_packages()
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, __version__
+    from transformers import CONFIG_MAPPING, __version__
 
     family = config_dict.get("model_type")
     with ALONE:
@@ -84,14 +84,48 @@ def known_settings(config_dict: Mapping[str, Any]) -> Any:
                 f"model.target"
             )
         config = _settings(config_dict)
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind = class_of(config, head)
+        if kind is None and head is not None:
+            raise ConfigError(
+                f"model_type is {family!r}, and transformers {__version__} has no class "
+                f"{_ending(head)} of that type, which data.name={head.task.name} trains; use the "
+                f"folder of another model"
+            )
+        if kind is None:
             raise ConfigError(
                 f"model_type is {family!r}, and transformers {__version__} has no causal language "
-                f"model of that type; use the folder of one, or model.target"
+                f"model of that type; use the folder of one, or model.target{_other_tasks(config)}"
             )
-        if problem := _unbuildable(config):
+        if problem := _unbuildable(config, kind):
             raise ConfigError(problem)
     return config
+
+
+def class_of(config: Any, head: ModelHead | None = None) -> Any:
+    """Return transformers' class of a causal language model with these settings, or of a model with
+    this head; None: there is none.
+    """
+    kind = auto_class(head)._model_mapping.get(type(config), None)
+    return kind[0] if isinstance(kind, tuple) else kind
+
+
+def auto_class(head: ModelHead | None) -> Any:
+    """Return the class of transformers that makes models of this head."""
+    import transformers
+
+    return getattr(transformers, f"AutoModel{'ForCausalLM' if head is None else head.task.ending}")
+
+
+def _ending(head: ModelHead) -> str:
+    return f"...{head.task.ending or 'Model'}"
+
+
+def _other_tasks(config: Any) -> str:
+    """Return which data.name trains a class of an encoder with these settings, as text."""
+    tasks = [x.name for x in HEAD_TASKS.values() if class_of(config, ModelHead(x)) is not None]
+    if not tasks:
+        return ""
+    return f". data.name {', '.join(tasks)} or {WITHOUT_HEAD.name} trains it"
 
 
 def settings_of(model: Any) -> dict[str, Any]:
@@ -114,14 +148,13 @@ def settings_of(model: Any) -> dict[str, Any]:
     return own
 
 
-def _unbuildable(config: Any) -> str | None:
-    """Return why transformers cannot build a causal language model from these settings, by what its
+def _unbuildable(config: Any, kind: Any) -> str | None:
+    """Return why transformers cannot build its class `kind` from these settings, by what its
     classes ask for; None: it may.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+    from transformers import MODEL_MAPPING
     from transformers.utils import is_timm_available
 
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     names: Mapping[str, Any] = getattr(config, "sub_configs", None) or {}
     inner = {name: x for name in names if (x := getattr(config, name, None)) is not None}
     wanted = getattr(kind, "config_class", None)
@@ -200,21 +233,22 @@ def on_meta(
         config = _settings(config_dict)
         try:
             with parameters_on_meta(constructed):
-                model = _auto_class(head).from_config(config, **build_options(dtype))
+                model = auto_class(head).from_config(config, **build_options(dtype))
         except settings_errors() as error:
             raise refused(error) from error
     keep_lengths_apart(model)
-    if head is not None and not head.task.is_of_tokens:
+    if head is not None and scores_positions(model, head):
         score_all_positions(model)
     if constructed is not None:
         constructed.name(model)
     return model
 
 
-def _auto_class(head: ModelHead | None) -> Any:
-    import transformers
-
-    return getattr(transformers, f"AutoModel{'ForCausalLM' if head is None else head.task.ending}")
+def scores_positions(model: Any, head: ModelHead) -> bool:
+    """Return whether the head of `model` is a layer on each position, of which transformers takes
+    the last one that is no padding: so in all decoders. Encoders pool by themselves.
+    """
+    return head.task.is_of_sequence and isinstance(getattr(model, SCORE, None), nn.Linear)
 
 
 def score_all_positions(model: Any) -> None:

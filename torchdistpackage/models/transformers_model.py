@@ -162,7 +162,7 @@ def on_meta(shape: TransformersShape, dtype: torch.dtype | None = None) -> Any:
 def _blocks_of(model: Any, shape: TransformersShape, pieces: range) -> Any:
     """Return the stage of `model` with the blocks `pieces`, or `model` if it is in one piece."""
     # a model need not be able to go on from activations, but masks of documents need a stage
-    if len(pieces) == shape.sizes.layers and shape.kind.documents == "not":
+    if len(pieces) == shape.sizes.layers and shape.kind.documents in ("padding", "not"):
         return model
     sides = shape.kind.sides
     return decoder_stage(model, pieces, sides and neighbours(model, sides))
@@ -270,6 +270,7 @@ class TransformersStage(nn.Module):
         self.to_pack: dict[str, str] = {}
         """Local name -> global name of weights in 4 bits, on meta until a folder is read."""
         self._returns_hidden, self._hidden = False, torch.empty(0)
+        self._is_base = shape.head is not None and not shape.head.task.ending
         self._draws = group is not None and may_draw(decoder, is_known=True)
         if group is not None and self._draws:
             draws_as(map(self.get_submodule, self.block_names()), group.rank())
@@ -333,7 +334,7 @@ class TransformersStage(nn.Module):
             this rank. Logits are (B, S, V/n), of this rank's columns, with the auxiliary loss of
             the routers if config.json asks for that (output_router_logits).
         position_ids: (B, S) int64 of whole sequences, from 0 in each document of a sample; no
-            token sees another document.
+            token sees another document. Where the model masks padding only the first one is text.
         """
         outputs = self._outputs(x, position_ids)
         if not self._returns_hidden:
@@ -342,7 +343,7 @@ class TransformersStage(nn.Module):
         return hidden
 
     def _outputs(self, x: Tensor, position_ids: Tensor | None) -> Outputs:
-        mask = None
+        mask: Tensor | None = None
         by = None if position_ids is None else documents_by(self.shape)
         if by in ("distances", "not"):
             raise DataError(
@@ -352,6 +353,9 @@ class TransformersStage(nn.Module):
         if by == "mask":
             assert position_ids is not None
             mask = document_mask(position_ids)
+        elif by == "padding":
+            assert position_ids is not None
+            mask, position_ids = _first_document(position_ids), None
         if self._sequence is not None:
             num = x.shape[1] * (1 if x.dim() == 2 else self.decoder.num_shares)
             mask, position_ids = inputs_of(self._sequence, num, position_ids, x.device)
@@ -363,8 +367,11 @@ class TransformersStage(nn.Module):
                 return self.decoder(x, **(arguments | self._cached))
             # not every class without a table takes positions
             arguments = {} if self._sequence is None else {"position_ids": position_ids}
+            arguments |= {} if mask is None else {"attention_mask": mask}
             arguments |= self._routers | self._cached
             output = self.decoder(input_ids=x, return_dict=True, **arguments)
+        if self._is_base:
+            return output.last_hidden_state
         if not self._routers:
             return output.logits
         if self._top_k:
@@ -375,6 +382,8 @@ class TransformersStage(nn.Module):
         """Let the last stage return hidden states (B, S, D) in place of logits: what its head is
         called with. A head with a weight of its own is frozen.
         """
+        if self._is_base:  # which has none
+            return
         decoder: Any = self.decoder
         if isinstance(decoder, DecoderStage):
             decoder = decoder.__dict__.get("_model")
@@ -488,6 +497,13 @@ class StageTokens:
                 yield
             finally:
                 self._stage._cached = {}
+
+
+def _first_document(position_ids: Tensor) -> Tensor:
+    """Return transformers' attention mask (B, S): 1 in the first document of each sample, behind
+    which its padding stands.
+    """
+    return ((position_ids == 0).cumsum(1) == 1).long()
 
 
 def _logits(outputs: Outputs) -> Tensor:

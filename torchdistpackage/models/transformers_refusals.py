@@ -90,7 +90,7 @@ def _head_problems(
 def _mixes_documents(shape: TransformersShape) -> str | None:
     """Return why documents of one sample cannot be kept apart; None: they can."""
     by = documents_by(shape)
-    if by == "not":
+    if by in ("padding", "not"):
         return _needs_table(shape)
     if by != "distances":
         return None
@@ -191,6 +191,12 @@ def _too_long(shape: TransformersShape) -> list[tuple[str, str]]:
 def _lora_problems(shape: TransformersShape, tensor: int) -> list[tuple[str, str]]:
     if shape.lora is None:
         return []
+    if shape.head is not None and shape.family not in FAMILIES:
+        text = (
+            f"adapters on {shape.class_name} were not compared with peft's; heads with adapters "
+            f"have families with a table, which are {', '.join(FAMILIES)}; remove model.lora"
+        )
+        return [("model.lora.target", text)]
     output_and_tied = shape.kind.output, shape.sizes.tied
     problems = target_problems(shape.lora, shape.family, weights(shape), *output_and_tied)
     of_adapters = [("model.lora.target", text) for text in problems]
@@ -213,7 +219,7 @@ def goes_with(shape: TransformersShape) -> tuple[tuple[str, str], ...]:
         "sequence_parallel": "yes" if kind.splits_sequence else "",
         "recompute": "none, blocks, offload, auto" if kind.blocks else "none, auto",
         "lora": f"on {', '.join(linear_layers(weights(shape)))}",
-        "document_masks": {"not": "", "distances": "no: ALiBi"}.get(by, "yes"),
+        "document_masks": {"not": "", "padding": "", "distances": "no: ALiBi"}.get(by, "yes"),
     }
     return tuple((axis, text) for axis, text in rows.items() if text)
 

@@ -34,7 +34,7 @@ class TransformersSpec:
     @classmethod
     def of_section(cls, section: Mapping[str, Any], use: ModelUse) -> Self:
         shape = transformers_layout.shape_of_section(
-            section, use.seq_len, use.sequence_parallel, use.tensor, use.head
+            section, use.seq_len, use.sequence_parallel, use.tensor, use.head, use.is_embedding
         )
         return cls(shape)
 
@@ -55,6 +55,9 @@ class TransformersSpec:
 
     def piece_parameters(self) -> tuple[int, ...]:
         return transformers_layout.piece_parameters(self.shape)
+
+    def masks_padding(self) -> bool:
+        return transformers_layout.documents_by(self.shape) == "padding"
 
     def flops_per_token(self) -> float:
         return transformers_numbers.flops_per_token(self.shape)
@@ -96,6 +99,8 @@ class TransformersSpec:
                 base, transformers_layout.weights(self.shape), self.shape.head
             )
         kept = {key: value for key, value in self.shape.given.items() if key != "torch_dtype"}
+        if self.shape.head is not None:
+            kept["architectures"] = [self.shape.class_name]
         return {**kept, "dtype": dtype}
 
     def files(self) -> FolderFiles:

@@ -14,7 +14,6 @@ from inspect import signature
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchdistpackage.comm.nested import leaves_of
@@ -22,7 +21,7 @@ from torchdistpackage.equivalence.compare import first_difference
 from torchdistpackage.equivalence.match import elementwise_within
 from torchdistpackage.equivalence.record import ParityRecord, parts_of, recording
 from torchdistpackage.families.table import StageSides
-from torchdistpackage.models.transformers_small import module_of
+from torchdistpackage.models.transformers_small import Sample, module_of
 from torchdistpackage.parallel.pipeline.partition.hf_decoder import (
     BlockNeighbours,
     base_name,
@@ -32,7 +31,6 @@ from torchdistpackage.parallel.pipeline.partition.hf_decoder import (
 
 _WITHIN = elementwise_within(1e-5, least_noise=1e-11)
 """The same operations in another order of calls, in float32."""
-_OPTIONS = {"use_cache": False, "return_dict": True}
 
 
 def neighbours(model: Any, around: StageSides) -> BlockNeighbours:
@@ -47,12 +45,12 @@ def neighbours(model: Any, around: StageSides) -> BlockNeighbours:
 
 
 def try_stages(
-    model: Any, ids: Tensor, blocks: str, unreached: tuple[str, ...] = ()
+    model: Any, sample: Sample, blocks: str, unreached: tuple[str, ...] = ()
 ) -> tuple[str | None, StageSides]:
     """Return (why the model cannot be staged, or None; what stands around its blocks).
 
-    model: a small copy in float32, in eval mode. ids (B, S). blocks: path of its list of blocks.
-    unreached: paths of what token ids do not reach, which no stage runs.
+    model: a small copy in float32, in eval mode. blocks: path of its list of blocks. unreached:
+    paths of what token ids do not reach, which no stage runs.
     """
     name, sides = type(model).__name__, StageSides(blocks)
     if not blocks:
@@ -63,20 +61,18 @@ def try_stages(
     base, path = model.get_submodule(prefix), blocks.removeprefix(f"{prefix}.")
     around, calls = BlockNeighbours(base, path), BlockCalls(model, blocks)
     with around.seen(), calls.seen():
-        expected = _recorded(
-            model, parts_of(model), lambda: model(input_ids=ids, **_OPTIONS).logits, ids
-        )
+        expected = _recorded(model, parts_of(model), lambda: sample.outputs(model), sample)
     # what no token reaches stands on the last stage, or its parameters would be on several
     around.behind |= {x.removeprefix(f"{prefix}.") for x in unreached} - around.before
-    problem = _shared(model, blocks, around, unreached) or _differs(model, ids, around, expected)
+    problem = _shared(model, blocks, around, unreached) or _differs(model, sample, around, expected)
     if problem is not None:
-        return unstaged_because(model, blocks, calls, ids) or problem, sides
+        return unstaged_because(model, blocks, calls, sample.ids) or problem, sides
     both = (tuple(sorted(f"{prefix}.{x}" for x in y)) for y in (around.before, around.behind))
     return None, StageSides(blocks, *both, around.writes_input)
 
 
 def _differs(
-    model: Any, ids: Tensor, around: BlockNeighbours, expected: ParityRecord
+    model: Any, sample: Sample, around: BlockNeighbours, expected: ParityRecord
 ) -> str | None:
     """Return where two stages in a row compute something else than the model, or None."""
     name, path = type(model).__name__, f"{base_name(model)}.{around.path}"
@@ -87,17 +83,17 @@ def _differs(
             stage.eval()
 
         def run(first: Any = stages[0], last: Any = stages[1]) -> Tensor:
-            x = first(ids)
+            x = first(sample.ids, **sample.inputs)
             version = x._version
-            logits = last(x)
+            logits = last(x, **sample.inputs)
             around.writes_input |= x._version != version
             return logits
 
         behind = f"cut behind block {cut} of {num}"
         try:
-            record = _recorded(model, stage_modules(stages), run, ids)
+            record = _recorded(model, stage_modules(stages), run, sample)
             if around.writes_input and not stages[1].copies_input:
-                return _differs(model, ids, around, expected)
+                return _differs(model, sample, around, expected)
         except Exception as error:  # of a class that nobody has seen, whatever its forward raises
             at = module_of(error, *stages)
             return (
@@ -134,7 +130,7 @@ def _shared(
 
 
 def _recorded(
-    model: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[], Tensor], ids: Tensor
+    model: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[], Tensor], sample: Sample
 ) -> ParityRecord:
     """Return the logits of `run`, the inputs and outputs of `modules`, and the gradients of the
     model.
@@ -143,7 +139,7 @@ def _recorded(
     model.zero_grad()
     with recording(modules, record, first_call=True):
         logits = run()
-    F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten()).backward()
+    sample.loss(logits).backward()
     record.results = [logits.detach()]
     named = model.named_parameters()
     record.grads = {name: p.grad.clone() for name, p in named if p.grad is not None}

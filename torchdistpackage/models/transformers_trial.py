@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchdistpackage.comm import collectives, primitives
@@ -31,7 +30,7 @@ from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.partition import even_sizes
 from torchdistpackage.layout.table import SplitTable
 from torchdistpackage.models.transformers_experts import share_experts
-from torchdistpackage.models.transformers_small import module_of
+from torchdistpackage.models.transformers_small import Sample, module_of, moved_away
 from torchdistpackage.parallel.tensor.full import copy_part
 from torchdistpackage.parallel.tensor.parallelize import parallelize
 from torchdistpackage.thread_ranks.run import run_ranks
@@ -50,15 +49,14 @@ _LIMIT_S = 120.0
 Gradients = dict[str, Tensor]
 
 
-def try_tensor(model: Any, model_facts: FoundModel, ids: Tensor, num_ranks: int) -> str | None:
+def try_tensor(model: Any, model_facts: FoundModel, sample: Sample, num_ranks: int) -> str | None:
     """Return why so many ranks do not compute what `model` does; None: they do.
 
-    model: a small copy in float32. model_facts: facts read from it, with its cuts. ids: (B, S).
+    model: a small copy in float32. model_facts: facts read from it, with its cuts.
     """
-    copied = deepcopy(model).train(model.config.model_type in TRAINED)
-    _move_away(copied)
+    copied = moved_away(model).train(model.config.model_type in TRAINED)
     twins = [deepcopy(copied) for _ in range(num_ranks)]  # some keep what a forward has made
-    expected = _alone(copied, ids, model_facts.aliases)
+    expected = _alone(copied, sample, model_facts.aliases)
     table, layouts = model_facts.table, model_facts.layouts
 
     stops: dict[int, str] = {}
@@ -73,11 +71,11 @@ def try_tensor(model: Any, model_facts: FoundModel, ids: Tensor, num_ranks: int)
                 share_experts(twin, layouts, tpc.get_group("expert"), group)
             _fill(twin, copied, model_facts, layouts, group)
             with recording(parts_of(twin), record, first_call=True):
-                logits = twin(input_ids=ids, use_cache=False, return_dict=True).logits
+                logits = sample.outputs(twin)
             if model_facts.splits_head:
                 sizes = even_sizes(model_facts.sizes.vocab, group.size())
                 logits = collectives.gather(logits, -1, group, sizes)
-            _loss(logits, ids).backward()
+            sample.loss(logits).backward()
         except Exception as error:  # whatever the forward of a class that nobody has seen raises
             stops[rank] = module_of(error, twin)
             raise
@@ -94,7 +92,7 @@ def try_tensor(model: Any, model_facts: FoundModel, ids: Tensor, num_ranks: int)
     finding = _first_difference(expected, records, layouts)
     if finding is not None and finding.what.startswith("gradients"):
         rounding = min(
-            _LAST_BITS * _rounding(copied, ids, expected, model_facts.aliases), _MOST_ROUNDING
+            _LAST_BITS * _rounding(copied, sample, expected, model_facts.aliases), _MOST_ROUNDING
         )
         if rounding > _TOLERANCE:
             finding = _first_difference(expected, records, layouts, rounding)
@@ -102,7 +100,7 @@ def try_tensor(model: Any, model_facts: FoundModel, ids: Tensor, num_ranks: int)
 
 
 def _rounding(
-    model: nn.Module, ids: Tensor, expected: ParityRecord, aliases: Mapping[str, str]
+    model: nn.Module, sample: Sample, expected: ParityRecord, aliases: Mapping[str, str]
 ) -> float:
     """Return how much of a gradient changes, at most, where the last bits of all weights do.
 
@@ -115,7 +113,7 @@ def _rounding(
         for parameter in moved.parameters():
             infinity = torch.full_like(parameter, torch.inf).copysign_(torch.randn_like(parameter))
             parameter.copy_(torch.nextafter(parameter, infinity))
-    grads = _alone(moved, ids, aliases).grads
+    grads = _alone(moved, sample, aliases).grads
     least = _SMALLEST * max(x.abs().max().item() for x in expected.grads.values())
     return max(
         float((grads[name] - x).abs().max() / max(x.abs().max().item(), least))
@@ -153,26 +151,13 @@ def _first_difference(
     return None
 
 
-@torch.no_grad()
-def _move_away(model: nn.Module) -> None:
-    """Move the weights away from their initial values, so that those that begin at zero count."""
-    with keep_random_states():
-        torch.manual_seed(2)
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-
-
-def _loss(logits: Tensor, ids: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
-
-
-def _alone(model: Any, ids: Tensor, aliases: Mapping[str, str]) -> ParityRecord:
+def _alone(model: Any, sample: Sample, aliases: Mapping[str, str]) -> ParityRecord:
     """Return what the copy computes in one process."""
     record = ParityRecord({})
     with recording(parts_of(model), record, first_call=True):
-        logits = model(input_ids=ids, use_cache=False, return_dict=True).logits
+        logits = sample.outputs(model)
     model.zero_grad()
-    _loss(logits, ids).backward()
+    sample.loss(logits).backward()
     named = {aliases.get(name, name): p for name, p in model.named_parameters()}
     record.grads = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
     model.zero_grad()
@@ -230,7 +215,7 @@ class _WatchedCalls:
 
 
 @torch.no_grad()
-def order_of(model: Any, ids: Tensor, blocks: str, table: SplitTable) -> BlockOrder:
+def order_of(model: Any, sample: Sample, blocks: str, table: SplitTable) -> BlockOrder:
     """Return the order of the layers that `table` lists in the blocks of `model`, a small copy.
 
     blocks: path of the list of blocks.
@@ -246,7 +231,7 @@ def order_of(model: Any, ids: Tensor, blocks: str, table: SplitTable) -> BlockOr
         parts.setdefault(block, []).append(path)
     if not parts or any(_block(blocks, path) for path in table.experts):
         return unknown
-    plain = _seen(model, ids, table)
+    plain = _seen(model, sample, table)
     called = [path for path in plain.read if _block(blocks, path)]
     if plain.again or called != [path for paths in parts.values() for path in paths]:
         return unknown
@@ -254,7 +239,7 @@ def order_of(model: Any, ids: Tensor, blocks: str, table: SplitTable) -> BlockOr
     for paths in parts.values():
         rows = [path for path in paths if table.layers[path].kind == "row"]
         for row in rows[:-1]:
-            moved = _seen(model, ids, table, row)
+            moved = _seen(model, sample, table, row)
             behind = paths[paths.index(row) + 1 :]
             columns = [path for path in behind if table.layers[path].kind == "column"]
             follows |= {not torch.equal(moved.read[x], plain.read[x]) for x in columns}
@@ -271,12 +256,12 @@ def _block(blocks: str, path: str) -> str:
     return inner.partition(".")[0] if blocks and inner != path else ""
 
 
-def _seen(model: Any, ids: Tensor, table: SplitTable, moved: str = "") -> _WatchedCalls:
+def _seen(model: Any, sample: Sample, table: SplitTable, moved: str = "") -> _WatchedCalls:
     """Return the calls of one forward. moved: path of a layer whose result is changed."""
     calls = _WatchedCalls()
     layers = {path: model.get_submodule(path) for path in table.layers}
     with _watched(model, layers, calls, moved):
-        model(input_ids=ids, use_cache=False, return_dict=True)
+        sample.outputs(model)
     return calls
 
 

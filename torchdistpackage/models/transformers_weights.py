@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from torchdistpackage.bounded import StoredTensor, same_bits
-from torchdistpackage.config.hugging_face import other_model
+from torchdistpackage.config.hugging_face import other_model, read_config
 from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.config.packages import is_before
 from torchdistpackage.errors import CheckpointError
@@ -38,6 +38,10 @@ from torchdistpackage.parallel.tensor.full import copy_part
 from torchdistpackage.topology.mesh import Mesh
 
 _SHOWN = 12
+_POOLER = "pooler"
+"""Name of a layer behind the blocks that classes with some heads have in their base, and others
+have not.
+"""
 
 
 @dataclass(frozen=True)
@@ -101,9 +105,11 @@ def open_found(folder: str | Path, shape: TransformersShape) -> FoundFolder:
     """
     folder = Path(folder)
     stored = {k: x for k, x in headers(folder) if not UNREAD.search(f".{k}")}
-    model = on_meta(shape.given, torch.float32)
+    model = on_meta(shape.given, torch.float32, head=shape.head)
     shapes = _shapes(shape)
     groups, unexpected = _groups(model, stored, shapes, shape.kind.aliases)
+    is_anew, unread = _begins_anew(folder, shape, model)
+    unexpected = [name for name in unexpected if not unread(name)]
     by_name, problems = dict[str, StoredGroup](), list[str]()
     for group in groups:
         try:
@@ -130,6 +136,7 @@ def open_found(folder: str | Path, shape: TransformersShape) -> FoundFolder:
     optional = {b.name for b in shape.kind.buffers} | {
         name for name, p in model.named_parameters() if not p.requires_grad
     }
+    optional |= {x for x in shapes if is_anew(x)}
     missing = [f"{x} is missing" for x in shapes if x not in by_name and x not in optional]
     types = [
         f"{key} is of type {x.dtype}, where one of {DTYPES} is read"
@@ -200,6 +207,27 @@ def _(
         copy_part(tensors[local[key]], whole, layouts[local[key]], mesh, index)
     left = {name for key, name in local.items() if key not in opened.groups}
     return {name for name in left if isinstance(tensors[name], nn.Parameter)}
+
+
+def _begins_anew(
+    folder: Path, shape: TransformersShape, model: Any
+) -> tuple[Callable[[str], bool], Callable[[str], bool]]:
+    """Return (whether a parameter that the folder lacks begins anew, whether a tensor of the folder
+    is another head's), by name: as transformers does it with the folder of another class.
+    """
+    listed = read_config(folder).get("architectures")
+    if shape.head is None or (isinstance(listed, list) and shape.class_name in listed):
+        return (lambda _: False), (lambda _: False)
+    prefix = model.base_model_prefix
+    base = getattr(model, prefix, None)
+    # a base class has all that it has under its own names
+    base = model if base is None else base
+    parts = {name for name, _ in base.named_children()} - {_POOLER}
+
+    def is_of_base(name: str) -> bool:
+        return name.removeprefix(f"{prefix}.").partition(".")[0] in parts
+
+    return (lambda name: not is_of_base(name)), (lambda name: not is_of_base(name))
 
 
 def _renamed(group: StoredGroup, name: str) -> StoredGroup:
@@ -339,7 +367,7 @@ class Stored:
     """
 
     def __init__(self, shape: TransformersShape):
-        self._model = on_meta(shape.given, torch.float32)
+        self._model = on_meta(shape.given, torch.float32, head=shape.head)
         self._renamings, self._converters = self._reversed()
         shapes = _shapes(shape)
         self._alone = self._which_alone(shapes)

@@ -23,6 +23,7 @@ from torchdistpackage.layout.layout import HeadSplit, Layout
 from torchdistpackage.models.transformers_cuts import CutChoices, find_cuts
 from torchdistpackage.models.transformers_found import found_on
 from torchdistpackage.models.transformers_meta import build_options, known_settings
+from torchdistpackage.models.transformers_small import Sample
 from torchdistpackage.models.transformers_trial import order_of
 from torchdistpackage.tools.undisturbed import keep_random_states
 
@@ -93,7 +94,7 @@ def symbolic_table(family: str) -> dict[str, Any]:
             if layer == name or layer in biases:
                 raise NotAvailableError(f"{setting} of {family} adds {name}, as no table states")
             biases[layer] = setting
-    order = order_of(plain.model, plain.ids, plain.found.blocks, plain.table)
+    order = order_of(plain.model, Sample(plain.ids), plain.found.blocks, plain.table)
     if not order.is_listed and not plain.cuts.experts:
         raise NotAvailableError(
             f"{family} runs its layers in another order than its table lists them"

@@ -32,6 +32,7 @@ from torchdistpackage.data.tokens.unpaired_rows import cut_answers
 from torchdistpackage.data.unpaired_data import UnpairedDataset
 from torchdistpackage.errors import DataError
 from torchdistpackage.lazy import resolve
+from torchdistpackage.models.registry import spec_of
 from torchdistpackage.plan.run_plan import Plan
 from torchdistpackage.plan.user_code import user_object
 from torchdistpackage.train.evaluation import (
@@ -181,6 +182,8 @@ def notes_of(data: DataSource) -> list[str]:
 
 def _rows(config: RunConfig, section: DataSection, val_fraction: float) -> PreferenceDataset:
     """Return the dataset of answers, of texts to compare, or of rows with labels."""
+    model = spec_of(config) if section.head is not None or section.is_embedding else None
+    masks_padding = model is not None and model.masks_padding()
     if (head := section.head) is not None:
         make = RewardDataset if head.is_pairs else LabelledDataset
         return make(
@@ -189,6 +192,7 @@ def _rows(config: RunConfig, section: DataSection, val_fraction: float) -> Prefe
             seq_len=section.seq_len,
             global_batch=section.global_batch,
             val_fraction=val_fraction,
+            masks_padding=masks_padding,
             padding=padding_of(config),
             of_tokens=head.is_of_tokens,
         )
@@ -201,6 +205,7 @@ def _rows(config: RunConfig, section: DataSection, val_fraction: float) -> Prefe
         seq_len=section.seq_len,
         global_batch=section.global_batch,
         val_fraction=val_fraction,
+        masks_padding=masks_padding,
     )
 
 

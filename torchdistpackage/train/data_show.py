@@ -78,6 +78,8 @@ def _rows(config: RunConfig, data: DataSource, step: int) -> Iterator[SampleRow]
             batch = batch._replace(targets=without_label(batch.targets)[0])
         elif config.data.is_embedding:  # their targets say which text a row is
             batch = batch._replace(targets=torch.full_like(batch.targets, IGNORE))
+        if config.data.spec is not None and config.data.spec.task:
+            batch = batch._replace(position_ids=None)  # a row is one document
         yield from sample_rows(batch)
 
 

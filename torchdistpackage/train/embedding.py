@@ -31,7 +31,7 @@ from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.losses import totals_on
 from torchdistpackage.tools.undisturbed import in_eval
 from torchdistpackage.train.retrieval_metrics import retrieval_metrics
-from torchdistpackage.train.staged_model import MicrobatchLoss, StagedModel
+from torchdistpackage.train.staged_model import Microbatches, MicrobatchLoss, StagedModel
 from torchdistpackage.train.task import Run, TaskLoss
 
 _Arrays = tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]
@@ -89,14 +89,10 @@ class EmbeddingLoss(TaskLoss):
 
         return cast(dict[str, float], primitives.reduce_objects(kept, metrics, group))
 
-    def loss_of(
-        self,
-        model: StagedModel,
-        executor: Executor,
-        run: Run,
-        inputs: Sequence[Tensor],
-        targets: Sequence[Tensor],
+    def loss_of_batch(
+        self, model: StagedModel, executor: Executor, run: Run, batch: Microbatches
     ) -> MicrobatchLoss:
+        """See `TaskLoss`."""
         number = model.plan.schedule.num_microbatches
         embedded: dict[int, Embedded] = {}
         if number == 1 or not model.stage.training:
@@ -109,7 +105,10 @@ class EmbeddingLoss(TaskLoss):
 
         with in_eval(model.stage):
             unused = totals_on(model.device)
-            run(model.forward_and_loss(executor, inputs, targets, unused, loss=keep))
+            forward = model.forward_and_loss(
+                executor, batch.inputs, batch.targets, unused, batch.position_ids, loss=keep
+            )
+            run(forward)
         if not model.has_last:
             return partial(self._loss_of_gradient, {}, self._zeros(model))
         everything = _joined(embedded, number)

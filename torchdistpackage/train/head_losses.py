@@ -2,7 +2,8 @@
 
 A head gives logits at every position, and a target stands where one counts: at the last token of a
 sequence that is no padding, as transformers pools, or at the first token of each word. So any rank
-can add up the losses of its part of a sequence. `IGNORE` is at all other positions.
+can add up the losses of its part of a sequence. `IGNORE` is at all other positions. An encoder
+pools by itself and gives logits of each sequence.
 
 Sums over samples travel with the numbers of a step. A validation gathers the outputs of all its
 samples once, and rank 0 computes what is no mean, such as the area under a curve.
@@ -66,6 +67,8 @@ class HeadLoss(TaskLoss):
         def loss(outputs: Tensor, targets: Tensor, m: int) -> tuple[Tensor, Tensor]:
             # in float32 at least, as losses are; float64 stays
             outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
+            if outputs.dim() == 2:  # of a model that pools by itself
+                outputs, targets = outputs.unsqueeze(1), _only(targets)
             return self._loss(outputs, targets, model.tells_loss)
 
         return loss
@@ -243,6 +246,11 @@ class RewardLoss(HeadLoss):
             "margin": sums[2] / number,
             "mean_reward": sums[3] / (2 * number),
         }
+
+
+def _only(targets: Tensor) -> Tensor:
+    """Return the target (B, 1) of each row of targets (B, S), wherever it stands."""
+    return targets.gather(1, (targets != IGNORE).int().argmax(1, keepdim=True))
 
 
 def bits_of(targets: Tensor, number: int) -> Tensor:
