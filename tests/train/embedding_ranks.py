@@ -131,7 +131,7 @@ def own_embeddings(overrides: list[str]):
     run = trainer(overrides)
     batch = run.batches.of_training(1, 0)
     with everywhere_float64(), torch.no_grad():
-        hidden = run.forward(0, batch.inputs)
+        hidden = run.forward(0, batch.inputs, batch.position_ids)
         vectors, _ = run.task._embedded(hidden, batch.targets)
     section = parity.config(overrides).train.embedding
     torch.testing.assert_close(vectors, pooled(hidden, batch.targets >= 0, section.pooling))

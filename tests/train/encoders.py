@@ -58,7 +58,6 @@ ENCODERS: dict[str, dict[str, Any]] = {
         "embedding_dropout": 0.0,
         "mlp_dropout": 0.0,
     },
-    "mpnet": {**_BERT, **_IDS, "model_type": "mpnet"},
     "albert": {**_BERT, "model_type": "albert", "embedding_size": 8, "classifier_dropout_prob": 0},
 }
 
@@ -78,4 +77,4 @@ DECODERS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
 }
-"""Decoders without a table, with fused and separate layers, and with experts."""
+"""Decoders without a table, with fused and separate layers."""
