@@ -1,4 +1,4 @@
-"""`model.hf` before ranks start: what a plan says of it, and all that it refuses. No torch."""
+"""`model.hf` before ranks start: what a plan says of it, and all that it refuses."""
 
 import json
 import sys

@@ -35,6 +35,19 @@ log: {{every: 1, plot: false}}
 """
 
 
+def go_back(folder: Path) -> None:
+    """Leave of a run that has ended what was there at its first save."""
+    for name in ("metrics.jsonl", "ranks.jsonl", "events.jsonl"):
+        lines = (folder / name).read_text("utf-8").splitlines(keepends=True)
+        rows = [json.loads(line) for line in lines]
+        kept = [x for x, row in zip(lines, rows, strict=True) if row["step"] <= SAVED]
+        (folder / name).write_text("".join(kept), "utf-8")
+    shutil.rmtree(folder / "logs")
+    for path in (folder / "checkpoints").iterdir():
+        if not path.name.endswith(str(SAVED)):
+            shutil.rmtree(path)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/stored_run", description=__doc__)
     parser.add_argument("commit", help="a tag, or any commit")
@@ -64,6 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         evaluated = json.loads(tdp("eval", "run", "--checkpoint", str(saved), "--json"))
         rows = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
         shutil.rmtree(target, ignore_errors=True)
+        go_back(folder)
         shutil.copytree(folder, target / "run")
         shutil.copy2(Path(work, IDS), target)
         (target / EXPECTED).write_text(json.dumps({"eval": evaluated, "rows": rows}, indent=1))

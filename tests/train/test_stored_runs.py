@@ -22,8 +22,8 @@ def expected(request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
     return json.loads(Path(EXPECTED).read_text("utf-8"))
 
 
-def rows_of(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+def rows_of(run: Path, name: str = "metrics.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (run / name).read_text("utf-8").splitlines()]
 
 
 def numbers(rows: list[dict]) -> dict[tuple[int, str], float]:
@@ -33,7 +33,7 @@ def numbers(rows: list[dict]) -> dict[tuple[int, str], float]:
 @pytest.mark.parametrize("expected", VERSIONS, indirect=True)
 def test_a_run_of_an_earlier_version_goes_on_with_its_own_numbers(expected: dict, tdp):
     run = Path("run")
-    assert Run(run).last_step == SAVED
+    assert [save.step for save in Run(run).saves] == [SAVED]
     code, text = tdp(["eval", "run", "--json"])
     assert code == 0, text
     told = json.loads(text)
@@ -41,6 +41,8 @@ def test_a_run_of_an_earlier_version_goes_on_with_its_own_numbers(expected: dict
     assert told["tokens"] == expected["eval"]["tokens"]
     code, text = tdp(["train", "run.yaml"])
     assert code == 0, text
+    starts = [x["step"] for x in rows_of(run, "events.jsonl") if x["event"] == "start"]
+    assert starts == [0, SAVED]
     rows, truth = numbers(rows_of(run)), numbers(expected["rows"])
     assert {step for step, _ in rows} == {*range(1, STEPS + 1)}
     assert rows == pytest.approx(truth, rel=1e-9)
@@ -52,5 +54,7 @@ def test_a_run_of_an_earlier_version_goes_on_with_its_own_numbers(expected: dict
 def test_a_run_of_an_earlier_version_goes_on_on_another_layout(layout, expected: dict, tdp):
     code, text = tdp(["train", "run.yaml", *layout.split()])
     assert code == 0, text
+    events = rows_of(Path("run"), "events.jsonl")
+    assert [x["step"] for x in events if x["event"] == "start"] == [0, SAVED]
     rows = numbers(rows_of(Path("run")))
     assert rows == pytest.approx(numbers(expected["rows"]), rel=1e-9)
