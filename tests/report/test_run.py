@@ -108,6 +108,10 @@ def test_a_run_is_read_again_with_what_is_new(tmp_path: Path):
     run = Run(folder)
     assert (run.step, run.num_steps, run.slowest_rank) == (40, 40, 3)
     assert run.rank_text(3) == "rank 3 (data 1 pipe 1)"
+    last = run.ranks[-1]
+    busy_s = sum(times[3] for times in last["phases"].values())
+    facts = ("rank 3 (data 1 pipe 1)", "40", f"{busy_s:.3g} s", "20.0 %", "2 ranks")
+    assert all(fact in run.slowest_text for fact in facts)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 41, "loss": 1.5}) + "\n")
     assert run.step == 40
@@ -115,7 +119,7 @@ def test_a_run_is_read_again_with_what_is_new(tmp_path: Path):
     assert run.step == 41 and len(run.rows) == 41 and run.holder is None
 
 
-def test_the_lines_of_the_page_print_losses_state_and_slowest_rank(tmp_path: Path):
+def test_the_lines_of_the_page_print_losses_state_and_the_slowest_rank(tmp_path: Path):
     """The block of docs/report.md, in a process that must not load torch."""
     write_run(tmp_path / "runs" / "gpt_tiny", steps=20)
     text = (ROOT / "docs" / "report.md").read_text("utf-8")
@@ -129,4 +133,4 @@ def test_the_lines_of_the_page_print_losses_state_and_slowest_rank(tmp_path: Pat
     assert done.returncode == 0, done.stderr
     losses, state, slowest = done.stdout.splitlines()
     assert len(losses.split(",")) == 20 and state == "finished"
-    assert slowest == "rank 3 (data 1 pipe 1)"
+    assert slowest.startswith("rank 3 (data 1 pipe 1) ") and "20.0 %" in slowest

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -11,11 +11,12 @@ from torchdistpackage.cli._common import Config, Overrides, World, wrap
 from torchdistpackage.cli._plan_summary import summary
 from torchdistpackage.cli._plan_tables import AXES, all_tables, coordinates, groups_text
 from torchdistpackage.cli._traffic import traffic_table
+from torchdistpackage.config.all_problems import ProblemCollector
 from torchdistpackage.config.check import absent_files, wrong_files
-from torchdistpackage.config.errors import ConfigErrors
+from torchdistpackage.config.errors import ConfigErrors, Problem
 from torchdistpackage.config.hugging_face import FILE as CONFIG
 from torchdistpackage.config.job_geometry import JobGeometry
-from torchdistpackage.config.load import load
+from torchdistpackage.config.load import Draft, load, load_draft
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.lazy import resolve
@@ -24,6 +25,7 @@ from torchdistpackage.plan.run_plan import (
     local_procs,
     make_plan,
     own_model_warnings,
+    plan_keys,
     too_long,
 )
 from torchdistpackage.plan.start_bill import start_bill, start_table
@@ -259,29 +261,18 @@ def plan(
             param_hint="--tensor",
         )
     cluster = None if profile is None else resolve(READ_PROFILE)(profile)
-    run = load(config, overrides or [], world, job=sbatch or None)
-    is_job = sbatch or bool(run.launch.slurm)
-    shape = resolve(JOB_SHAPE)(run) if is_job and (world is None or sbatch) else None
-    if shape is not None and world is None:
-        ranks_per_node = ranks_per_node or shape.tasks_per_node
-        world = shape.world_sizes[0]
-        if nodelist is not None:  # inside of a job that may have got one of several numbers
-            granted = len(resolve(EXPAND)(nodelist)) * shape.tasks_per_node
-            world = granted if granted in shape.world_sizes else world
-    if shape is not None and run.launch.elastic.nodes is not None:
-        resolve(CHECK_NODES)(run, shape, config)
-    world = world or local_procs(run)
-    run, passes = with_known_steps(run)
-    fitted = _fitted(run, world, config)
-    planned = make_plan(fitted, world, config, ranks_per_node=ranks_per_node)
-    if wrong := wrong_files(run):
-        raise ConfigErrors(config, wrong)
+    run, planned, shape, passes, ranks_per_node = _checked(
+        config,
+        load_draft(config, overrides or [], world, job=sbatch or None),
+        world,
+        ranks_per_node,
+        nodelist,
+        sbatch=sbatch,
+    )
     limit = planned.world_size if show_all else LIMIT
     mesh = describe(planned.topology.dense.axes)
     warnings = [x for x in (too_long(planned), *own_model_warnings(planned)) if x is not None]
-    # A plan may be made on any machine; only commands that start or queue a run need the files.
-    absent = absent_files(run) + unknown_modules(run, code_folder(os.environ))
-    warnings += [f"{x}; tdp train and tdp submit refuse it" for x in absent]
+    warnings += [f"{x}; tdp train and tdp submit refuse it" for x in _absent(run)]
     if run.data.tokenizer is not None and Path(run.data.tokenizer).exists():
         warnings += resolve(UNUSED_KEYS)(run)
     warnings += () if planned.model is None else planned.model.notes()
@@ -323,6 +314,71 @@ def plan(
     if picture is not None:
         parts.append(_draw(planned, ranks_per_node or planned.world_size, picture))
     typer.echo("\n\n".join(parts))
+
+
+class _CheckedRun(NamedTuple):
+    """A run that can be planned. shape: of its job, if it is one. passes: lines on epochs."""
+
+    config: RunConfig
+    plan: Plan
+    shape: JobGeometry | None
+    passes: list[str]
+    ranks_per_node: int | None
+
+
+def _checked(
+    source: str,
+    draft: Draft,
+    world: int | None,
+    ranks_per_node: int | None,
+    nodelist: str | None,
+    *,
+    sbatch: bool,
+) -> _CheckedRun:
+    """Return the run and its plan.
+
+    Raises:
+        ConfigError: lists all that is wrong with the file, the plan and the files that it names.
+    """
+
+    def planned() -> _CheckedRun:
+        run, num_ranks, per_node = draft.config, world, ranks_per_node
+        is_job = sbatch or bool(run.launch.slurm)
+        has_shape = is_job and (world is None or sbatch)
+        shape: JobGeometry | None = resolve(JOB_SHAPE)(run, draft.bad) if has_shape else None
+        if shape is not None and num_ranks is None:
+            per_node = per_node or shape.tasks_per_node
+            num_ranks = shape.world_sizes[0]
+            if nodelist is not None:  # inside of a job that may have got one of several numbers
+                granted = len(resolve(EXPAND)(nodelist)) * shape.tasks_per_node
+                num_ranks = granted if granted in shape.world_sizes else num_ranks
+        if shape is not None and run.launch.elastic.nodes is not None:
+            resolve(CHECK_NODES)(run, shape, source)
+        num_ranks = num_ranks or local_procs(run)
+        run, passes = with_known_steps(run)
+        fitted = _fitted(run, num_ranks, source)
+        plan = make_plan(fitted, num_ranks, source, ranks_per_node=per_node, bad=draft.bad)
+        return _CheckedRun(run, plan, shape, passes, per_node)
+
+    def refuse_files() -> None:
+        if wrong := wrong_files(draft.config):
+            raise ConfigErrors(source, wrong)
+
+    collector = ProblemCollector(draft, source)
+    checked = collector.run("the plan", plan_keys(draft.config), planned)
+    collector.run("the contents of files", ("data", "model", "optim.name"), refuse_files)
+    for problem in _absent(draft.config):
+        collector.note(f"tdp train and tdp submit also refuse {problem}")
+    collector.finish()
+    assert checked is not None, "finish raises what it refuses"
+    return checked
+
+
+def _absent(run: RunConfig) -> list[Problem]:
+    """Return what is missing here of a run. A plan may be made on any machine; only commands that
+    start or queue a run need the files.
+    """
+    return absent_files(run) + unknown_modules(run, code_folder(os.environ))
 
 
 def _fitted(run: RunConfig, world_size: int, source: str) -> RunConfig:

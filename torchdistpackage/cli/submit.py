@@ -14,8 +14,9 @@ from typing import Annotated
 import typer
 
 from torchdistpackage.cli._common import Config, Overrides
+from torchdistpackage.config.all_problems import ProblemCollector
 from torchdistpackage.config.errors import ConfigErrors, Problem
-from torchdistpackage.config.load import load
+from torchdistpackage.config.load import load_draft
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import MAX_NAME_BYTES
 from torchdistpackage.environment.slurm_env import scrub_slurm_env
@@ -36,7 +37,8 @@ from torchdistpackage.launch.slurm.submit import (
     submit_prepared,
 )
 from torchdistpackage.plan.elastic import check_nodes
-from torchdistpackage.plan.refusals import job_problems, refuse_unplanned_checkpoint
+from torchdistpackage.plan.refusals import check_job_files, refuse_unplanned_checkpoint
+from torchdistpackage.plan.run_plan import plan_keys
 from torchdistpackage.run_files import RunDir
 from torchdistpackage.text import size_text
 from torchdistpackage.train.submitit_task import TrainingTask
@@ -152,15 +154,14 @@ def _checked(
         ConfigErrors: lists the problems of all runs.
     """
     problems: dict[Problem, None] = {}
+    notes: dict[str, None] = {}
     names, runs = [""], list[RunConfig]()
     for point in points(sweeps) if sweeps else (SweepRun("", ()),):
         try:
-            run = load(path, [*overrides, *point.overrides], job=True)
-            check_nodes(run, job_shape(run), path)
-            if absent := job_problems(run, str(Path.cwd())):
-                raise ConfigErrors(path, absent)
+            run = _checked_run(path, [*overrides, *point.overrides])
         except ConfigErrors as error:
             problems |= dict.fromkeys(error.problems)
+            notes |= dict.fromkeys(getattr(error, "__notes__", ()))
             continue
         names[0] = run.run.name
         if point.suffix:
@@ -176,8 +177,29 @@ def _checked(
             run = run.model_copy(update={"run": run_section})
         runs.append(run)
     if problems:
-        raise ConfigErrors(path, problems)
+        error = ConfigErrors(path, problems)
+        for note in notes:
+            error.add_note(note)
+        raise error
     return names[0], runs
+
+
+def _checked_run(path: str, overrides: Sequence[str]) -> RunConfig:
+    """Return a run that is checked for every size of its job.
+
+    Raises:
+        ConfigErrors: lists all that is wrong with the file, the plan and the files that it names.
+    """
+    draft = load_draft(path, overrides, job=True)
+    config, collector = draft.config, ProblemCollector(draft, path)
+
+    def plan() -> None:
+        check_nodes(config, job_shape(config, draft.bad), path, draft.bad)
+
+    collector.run("the plan", plan_keys(config), plan)
+    check_job_files(collector, config, path, str(Path.cwd()))
+    collector.finish()
+    return config
 
 
 def _note(notes: Sequence[str]) -> None:

@@ -44,13 +44,17 @@ Violation = tuple[tuple[str, ...], str]
 
 
 def violations(
-    config: RunConfig, world_size: int | None = None, *, job: bool = False
+    config: RunConfig,
+    world_size: int | None = None,
+    bad: Collection[str] = (),
+    *,
+    job: bool = False,
 ) -> tuple[Problem, ...]:
     """Return a problem for every rule across sections that `config` breaks.
 
     The arguments are those of `failed_rules`.
     """
-    failed = failed_rules(config, world_size, job=job)
+    failed = failed_rules(config, world_size, bad, job=job)
     return tuple(config.problem(keys[0], text) for keys, text in failed)
 
 
@@ -76,7 +80,7 @@ def failed_rules(
         return
     bad = [*bad, *(f"{_SLURM}.{canonical_name(key)}" for key, _ in wrong)]
     shape = None
-    if not _touches(
+    if not touches(
         (*DEGREES, "launch.elastic", *(f"{_SLURM}.{name}" for name in (*LAYOUT, *GPUS))), bad
     ):
         shape, wrong = job_geometry(config)
@@ -97,7 +101,7 @@ def _of_options(
     written = {canonical_name(key): key for key in config.launch.slurm}
     for key, text in wrong:
         keys = (f"{_SLURM}.{written.get(key, key)}",)
-        if not _touches(keys, bad):
+        if not touches(keys, bad):
             yield keys, text
 
 
@@ -119,16 +123,20 @@ def _on_each(config: RunConfig, shape: JobGeometry, bad: Collection[str]) -> Ite
 
 def _on(config: RunConfig, world_size: int | None, bad: Collection[str]) -> Iterator[Violation]:
     world = world_size or config.launch.local.procs
-    if world and not _touches(DEGREES, bad):
+    if world and not touches(DEGREES, bad):
         # If this fails, a rule below reports it, and the other rules read the degrees as written.
         with contextlib.suppress(ConfigError):
             config = config.resolve(world)
     for rule in RULES:
-        if not _touches(rule.fields, bad) and (text := rule.message(config, world_size)):
+        if not touches(rule.fields, bad) and (text := rule.message(config, world_size)):
             yield rule.fields, text
 
 
-def _touches(keys: tuple[str, ...], bad: Collection[str]) -> bool:
+def touches(keys: tuple[str, ...], bad: Collection[str]) -> bool:
+    """Return whether one of `keys` is in `bad`, or lies inside or around a path in it.
+
+    The path "" in `bad` stands for the whole file.
+    """
     return any(
         not b or key == b or key.startswith(f"{b}.") or b.startswith((f"{key}.", f"{key}["))
         for key in keys

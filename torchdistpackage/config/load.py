@@ -6,6 +6,7 @@ all checked, each rule on the values that are valid.
 
 import os
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,6 +43,19 @@ _OVERRIDE = "command line: "
 SECTION_NAMES = tuple(RunConfig.model_fields)
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A run as far as it could be read, and all that is wrong with it.
+
+    config: the run, in which invalid keys have their defaults. problems: in file order. bad: paths
+        of keys that are invalid or that a broken rule reads; "" is the whole file.
+    """
+
+    config: RunConfig
+    problems: tuple[Problem, ...]
+    bad: frozenset[str]
+
+
 def load(
     path: str | os.PathLike[str],
     overrides: Sequence[str] = (),
@@ -65,6 +79,22 @@ def load(
     Raises:
         ConfigErrors: lists all that is wrong, each with its place; also `.problems`.
     """
+    return _checked(load_draft(path, overrides, world_size, job=job, only=only), os.fspath(path))
+
+
+def load_draft(
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    world_size: int | None = None,
+    *,
+    job: bool | None = False,
+    only: Collection[str] = SECTION_NAMES,
+) -> Draft:
+    """Read a run as `load` does, and return what is wrong with it beside what is right.
+
+    Raises:
+        ConfigErrors: the file cannot be read, or has too many problems to list.
+    """
     source, line = os.fspath(path), None
     try:
         text = read_regular(Path(path), MAX_BYTES).decode("utf-8-sig")
@@ -82,7 +112,7 @@ def load(
         line = error.object.count(b"\n", 0, error.start) + 1
         why = f"byte {error.object[error.start]:#04x} is not UTF-8; save the file as UTF-8"
     else:
-        return loads(text, source, overrides, world_size, job=job, only=only)
+        return _draft(text, source, overrides, world_size, job=job, only=only)
     raise ConfigErrors(source, [Problem(source, line, "", why)])
 
 
@@ -96,6 +126,24 @@ def loads(
     only: Collection[str] = SECTION_NAMES,
 ) -> RunConfig:
     """Read a run from YAML text, which errors call `source`; other arguments as in `load`."""
+    return _checked(_draft(text, source, overrides, world_size, job=job, only=only), source)
+
+
+def _checked(draft: Draft, source: str) -> RunConfig:
+    if draft.problems:
+        raise ConfigErrors(source, draft.problems)
+    return draft.config
+
+
+def _draft(
+    text: str,
+    source: str,
+    overrides: Sequence[str],
+    world_size: int | None,
+    *,
+    job: bool | None,
+    only: Collection[str],
+) -> Draft:
     draft = _PartialConfig(source, read(text, source))
     for override in overrides:
         draft.override(override)
@@ -104,7 +152,7 @@ def loads(
     config = draft.validate()
     others = set(SECTION_NAMES) - set(only)
     draft.invalid |= others
-    draft.check(config, world_size, bool(config.launch.slurm) if job is None else job)
+    broken = draft.check(config, world_size, bool(config.launch.slurm) if job is None else job)
     problems = [p for p in draft.problems if p.path.partition(".")[0] not in others]
     # resolved.yaml in the run folder has no aliases, and the job must be able to read it
     may_grow = not problems and ("&" in text or len(text) > MAX_BYTES // 8)
@@ -114,10 +162,9 @@ def loads(
             "allowed; write less"
         )
         problems.append(Problem(source, None, "", why))
-    if problems:
-        in_order = sorted(problems, key=lambda p: (p.file.startswith(_OVERRIDE), p.line or 0))
-        raise ConfigErrors(source, in_order)
-    return config.written_at(KeyLocations(source, draft.locations))
+    in_order = sorted(problems, key=lambda p: (p.file.startswith(_OVERRIDE), p.line or 0))
+    config = config.written_at(KeyLocations(source, draft.locations))
+    return Draft(config, tuple(in_order), frozenset((draft.invalid - others) | broken))
 
 
 def override_problems(overrides: Sequence[str]) -> list[Problem]:
@@ -269,11 +316,14 @@ class _PartialConfig:
                     text = _unfit_value(path, value)
                 self._report(self._location(loc), name, text)
 
-    def check(self, config: RunConfig, world_size: int | None, job: bool) -> None:
-        """Report the rules across sections that the run breaks."""
+    def check(self, config: RunConfig, world_size: int | None, job: bool) -> set[str]:
+        """Report the rules across sections that the run breaks; return the keys that they read."""
+        read_keys = set[str]()
         for keys, text in failed_rules(config, world_size, frozenset(self.invalid), job=job):
+            read_keys |= {*keys}
             path = self._culprit(keys)
             self.problems.append(Problem(*self._location(tuple(path.split("."))), path, text))
+        return read_keys
 
     def _culprit(self, keys: Sequence[str]) -> str:
         """Return the key to report: one that was overridden, else in the file, else the first."""

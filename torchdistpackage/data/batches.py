@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchdistpackage.data.source import DataBatch, DataSource, Split
 from torchdistpackage.errors import DataError
+from torchdistpackage.launch.process import name_thread
 
 _Number = tuple[Split, int, int]
 """Split, step (of a validation: its batch) and round."""
@@ -171,6 +172,7 @@ def _serve(
     tasks: "SimpleQueue[_Task | None]", weak_make: "WeakMethod[Callable[[_Number], DataBatch]]"
 ) -> None:
     """Make the batches that are asked for, in order; an error goes to whoever takes the batch."""
+    name_thread("tdp data")
     while (task := tasks.get()) is not None and (make := weak_make()) is not None:
         number, future = task
         if future.set_running_or_notify_cancel():

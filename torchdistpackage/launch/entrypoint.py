@@ -30,6 +30,7 @@ from typing import cast
 from torchdistpackage.environment.failure import Failure, from_exception
 from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.ipc import Channel, pack, unpack
+from torchdistpackage.launch.process import name_thread
 
 MAIN_ALIAS = "__tdp_main__"
 _CUT = "__tdp_cut__"
@@ -259,6 +260,7 @@ def run_catching(rank: int, function: Callable[..., object], *args: object) -> R
 
 def run_rank(channel: Channel, reference: EntryPoint, args: bytes, rank: int) -> None:
     """Run a rank of `run_local`; this is the rank's entry point."""
+    name_thread(f"tdp rank {rank}")
     outcome = run_catching(rank, load_and_call, reference, args)
     channel.send(outcome)
     if isinstance(outcome, Failure):

@@ -32,6 +32,7 @@ from torchdistpackage.launch.ipc import Channel, unpack
 from torchdistpackage.launch.process import (
     die_with_parent,
     line_stream,
+    name_thread,
     num_threads,
     thread_names,
     why_cuda_initialised,
@@ -228,6 +229,7 @@ def _run(child: _Child) -> NoReturn:
 
 
 def main(argv: list[str]) -> None:
+    name_thread("tdp fork server")
     server = _Server(Channel.from_fd(int(argv[1])), argv[3:])
     child = server.serve()
     if child is not None:

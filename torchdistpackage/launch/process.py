@@ -19,7 +19,7 @@ from torchdistpackage.errors import LaunchError
 
 STOPPED = ("T", "t")
 """States in /proc of a process that is stopped, by a signal and by a debugger."""
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _NOT_INITIALIZED, _NO_DEVICE = 3, 100
 
 
@@ -171,6 +171,14 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def name_thread(name: str) -> None:
+    """Give this thread a name that ps and top show; that of the main thread is the process's.
+
+    The kernel keeps the first 15 bytes. Threads that are started later inherit the name.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def line_stream(fd: int) -> TextIO:

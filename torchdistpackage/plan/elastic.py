@@ -1,5 +1,7 @@
 """Runs that go on with other degrees on another number of ranks (config/elastic.py). No torch."""
 
+from collections.abc import Collection
+
 from torchdistpackage.config.elastic import elastic_config, nodes_used
 from torchdistpackage.config.errors import ConfigErrors, Problem
 from torchdistpackage.config.job_geometry import JobGeometry
@@ -19,15 +21,17 @@ def fitted(config: RunConfig, world_size: int, source: str = "the configuration"
     return elastic_config(config, world_size, source)
 
 
-def check_nodes(config: RunConfig, shape: JobGeometry, source: str) -> None:
-    """Plan a job on every number of nodes that it may use.
+def check_nodes(
+    config: RunConfig, shape: JobGeometry, source: str, bad: Collection[str] = ()
+) -> None:
+    """Plan a job on every number of nodes that it may use; `bad` as in `make_plan`.
 
     Raises:
         ConfigErrors: it cannot be on the fewest, or the model not on others; with the reasons.
     """
     if config.launch.elastic.nodes is None:
         for world_size in shape.world_sizes:
-            make_plan(config, world_size, source)
+            make_plan(config, world_size, source, bad=bad)
         return
     problems: list[Problem] = []
     key = "launch.elastic.nodes"

@@ -1,22 +1,25 @@
 """Refuse a run before its folder is touched and a rank starts. No torch.
 
 The process that starts a run (train/job.py) refuses in this order, each thing once, what costs
-little first:
+little first. What 1 to 4 find is listed together (config/all_problems.py), except for texts, which
+take long to read:
 
 1. keys of the file, and rules that join keys: config/load.py
 2. the number of ranks: `fitted` (elastic.py); what a model cannot do: `make_plan`, which calls
    models/refusals.py
 3. `--resume` of a folder that is not there: `named_folder` (resume_check.py)
-4. files and your own modules, then texts: `refuse_here`; of a job `job_problems`, by `tdp submit`
+4. files and your own modules: `refuse_files`, then texts: `refuse_texts`; of a job `job_problems`,
+   by `tdp submit`
 5. under the lock of the run folder: a folder that a job would move away under itself
    (`refuse_moving_aside`), and the checkpoint to resume from (`refuse_checkpoint`)
 6. a start that would do again what came to nothing: `restart_denied` (launch/slurm/requeue.py)
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torchdistpackage.checkpoint.node_folder import expanded
+from torchdistpackage.config.all_problems import ProblemCollector
 from torchdistpackage.config.check import absent_files, wrong_files
 from torchdistpackage.config.errors import ConfigErrors, Problem
 from torchdistpackage.config.schema import RunConfig
@@ -37,6 +40,12 @@ from torchdistpackage.plan.teacher import other_tokenizer
 from torchdistpackage.plan.user_code import unknown_modules
 from torchdistpackage.run_files import CHECKPOINTS, RunDir
 
+FILE_KEYS = (
+    *("data", "model", "optim.name", "run.seed", "precision.dtype"),
+    *("train.steps", "train.epochs", "train.distill", "train.dpo"),
+)
+"""Keys and sections that decide what the files of a run must hold."""
+
 
 def refuse_here(config: RunConfig, source: str, code: str) -> None:
     """Refuse a run on this machine, read from `source`, whose own modules are in the folder `code`.
@@ -45,12 +54,45 @@ def refuse_here(config: RunConfig, source: str, code: str) -> None:
         ConfigError: lists all files and modules that are not there or of no use, or all that is
             wrong with the texts.
     """
-    problems = absent_files(config) + wrong_files(config) + unknown_modules(config, code)
-    problems += wrong_reference(config) + wrong_logits(config)
-    problems += other_tokenizer(config)
-    if problems := problems + _unusable_local_dir(config):
-        raise ConfigErrors(source, problems)
-    if problems := wrong_texts(config):  # the ranks find what is made here
+    _refuse(source, _missing_here(config, code) + unfit_files(config))
+    refuse_texts(config, source)
+
+
+def check_files(collector: ProblemCollector, config: RunConfig, source: str, code: str) -> None:
+    """Add what `refuse_here` refuses, but for the texts, to the problems of the run."""
+    collector.run("the contents of files", FILE_KEYS, lambda: _refuse(source, unfit_files(config)))
+    collector.run("files", (), lambda: _refuse(source, _missing_here(config, code)))
+
+
+def check_job_files(collector: ProblemCollector, config: RunConfig, source: str, code: str) -> None:
+    """Add the `job_problems` of a run to its problems."""
+    missing, unfit = _of_job(config, code)
+    collector.run("the contents of files", FILE_KEYS, lambda: _refuse(source, unfit()))
+    collector.run("files", (), lambda: _refuse(source, missing()))
+
+
+def refuse_texts(config: RunConfig, source: str) -> None:
+    """Refuse a run whose texts are wrong; the ranks find the tokens that are made here.
+
+    Raises:
+        ConfigError: lists all that is wrong with the texts.
+    """
+    _refuse(source, wrong_texts(config))
+
+
+def unfit_files(config: RunConfig) -> list[Problem]:
+    """Return a problem for each file that exists, but holds what this run cannot use."""
+    problems = wrong_files(config) + other_tokenizer(config)
+    return problems + wrong_reference(config) + wrong_logits(config)
+
+
+def _missing_here(config: RunConfig, code: str) -> list[Problem]:
+    problems = absent_files(config) + unknown_modules(config, code)
+    return problems + _unusable_local_dir(config)
+
+
+def _refuse(source: str, problems: Sequence[Problem]) -> None:
+    if problems:
         raise ConfigErrors(source, problems)
 
 
@@ -80,14 +122,23 @@ def job_problems(config: RunConfig, code: str) -> list[Problem]:
 
     A container sees other folders, a prologue may fetch files, conda may have other modules.
     """
+    missing, unfit = _of_job(config, code)
+    return missing() + unfit()
+
+
+def _of_job(
+    config: RunConfig, code: str
+) -> tuple[Callable[[], list[Problem]], Callable[[], list[Problem]]]:
+    """Return what looks for missing files and modules of a job, and for files that do not fit."""
     has = {x: bool(extra_of(config.launch.slurm, x)) for x in ("container", "conda", "prologue")}
-    problems: list[Problem] = []
-    if not (has["container"] or has["conda"]):
-        problems += unknown_modules(config, code)
-    if not (has["container"] or has["prologue"]):
-        problems += absent_files(config) + wrong_files(config) + other_tokenizer(config)
-        problems += wrong_reference(config) + wrong_logits(config)
-    return problems
+    sees_modules = not (has["container"] or has["conda"])
+    sees_files = not (has["container"] or has["prologue"])
+
+    def missing() -> list[Problem]:
+        problems = unknown_modules(config, code) if sees_modules else []
+        return problems + (absent_files(config) if sees_files else [])
+
+    return missing, lambda: unfit_files(config) if sees_files else []
 
 
 def refuse_moving_aside(files: RunDir, resume: str) -> None:

@@ -4,10 +4,11 @@
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from torchdistpackage.config.all_problems import WHOLE_FILE
 from torchdistpackage.config.check import violations
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.job_geometry import GPUS, job_geometry, ranks_per_gpu
@@ -50,6 +51,26 @@ larger buckets in the same order, but a plan does not know the transport."""
 VOTE_ROOM = 8 + len(ASKED)
 """Numbers that a step keeps for votes (train/votes.py): its message has one length, which
 plan/traffic.py counts, and room for two more flags than there are. More make it longer."""
+PLAN_KEYS = (
+    *("model", "parallel", "pipeline", "precision", "checkpoint.export"),
+    *("data.name", "data.seq_len", "data.global_batch", "data.document_masks"),
+    *("data.class_weights", "optim.name", "optim.target", "optim.groups", "optim.ema_decay"),
+    *("train.accumulate", "train.recompute", "train.memory_gb", "train.compile"),
+    *("train.distill", "train.dpo", "train.embedding"),
+    *("launch.slurm", "launch.elastic", "launch.local.procs"),
+)
+"""Keys and sections that `make_plan` reads, besides the rules that it repeats."""
+
+
+def plan_keys(config: RunConfig) -> Sequence[str]:
+    """Return the keys and sections that the plan of a run depends on.
+
+    Rules of all sections decide the degrees of an elastic run, and the data the steps of epochs.
+    """
+    is_elastic = config.launch.elastic.nodes is not None
+    return WHOLE_FILE if is_elastic or config.train.epochs is not None else PLAN_KEYS
+
+
 TASK_ROOM = 8
 """Numbers that a step keeps for what a task sums over its samples (train/task.py)."""
 
@@ -215,16 +236,18 @@ def make_plan(
     *,
     ranks_per_node: int | None = None,
     messages: bool = True,
+    bad: Collection[str] = (),
 ) -> Plan:
     """Resolve `config`, read from `source`, for `world_size` ranks.
 
     ranks_per_node: None: as launch.slurm has it, else all ranks are on one node. messages: the
-    schedule has them; without, which is faster, the plan is for predictions alone.
+    schedule has them; without, which is faster, the plan is for predictions alone. bad: keys that
+    are wrong and reported already; rules that read them are skipped.
 
     Raises:
         ConfigError: lists every rule that is broken, with names and values.
     """
-    if problems := violations(config, world_size):
+    if problems := violations(config, world_size, bad):
         raise ConfigErrors(f"{source} on {world_size} ranks", problems)
     config = config.resolve(world_size)
     parallel = config.parallel

@@ -110,6 +110,27 @@ class Run:
         excess = busy_excess(self.ranks[-1], self.mesh) if self.ranks else []
         return max(range(len(excess)), key=excess.__getitem__, default=None)
 
+    @property
+    def slowest_text(self) -> str:
+        """A sentence on the slowest rank: its busy seconds, in which steps, and by how much they
+        are longer than those of its peers; "" if ranks.jsonl has no such times.
+        """
+        if (rank := self.slowest_rank) is None:
+            return ""
+        row, mesh = self.ranks[-1], self.mesh
+        busy, excess = busy_seconds(row), busy_excess(row, mesh)
+        if len(busy) == 1:  # it has no peers
+            return ""
+        stages = _stages(mesh, len(busy))
+        peers = "ranks" if len(set(stages)) == 1 else "ranks of the same pipe index"
+        last, num_steps = int(row["step"]), int(number(row.get("steps")) or 1)
+        steps = f"step {last}" if num_steps == 1 else f"steps {last - num_steps + 1} to {last}"
+        return (
+            f"{self.rank_text(rank)} was the slowest in {steps}: busy {busy[rank]:.3g} s a step "
+            f"without its waits, {excess[rank]:.1f} % longer than the median of the "
+            f"{stages.count(stages[rank])} {peers}"
+        )
+
     @cached_property
     def warnings(self) -> list[tuple[str, str]]:
         """Warnings of rows and of rank 0's logs, each with its step or the name of its log."""
@@ -311,13 +332,20 @@ def when(time_s: float) -> str:
         return "?"
 
 
+def busy_seconds(row: Row) -> list[float]:
+    """Return for each rank the seconds of a step in which it computed and waited for nobody, the
+    mean over the steps of the row.
+    """
+    phases = [numbers(times) for times in mapping(row, "phases").values()]
+    return [sum(x) for x in zip(*phases, strict=False)]
+
+
 def busy_excess(row: Row, mesh: Mesh) -> list[float]:
     """Return for each rank how many percent longer it was busy than the median of its peers.
 
     Peers are the ranks with the same pipe index; without axes all ranks.
     """
-    phases = [numbers(times) for times in mapping(row, "phases").values()]
-    busy = [sum(x) for x in zip(*phases, strict=False)]
+    busy = busy_seconds(row)
     stage = _stages(mesh, len(busy))
     middle = {
         s: statistics.median(

@@ -95,7 +95,10 @@ def tables(runs: Sequence[Run]) -> list[Table]:
                            [*head, "key", "start", "was", "became", "written at"],
                            changed))  # fmt: skip
     ranks = [named(run, row) for run in runs for row in _rank_rows(run)]
-    every.append(Table("ranks", "Ranks", "Where each rank is along the axes, as last measured.",
+    slowest = [f"{run.name}: {text}" if several else text for run in runs
+               if (text := run.slowest_text)]  # fmt: skip
+    note = ". ".join(["Where each rank is along the axes, as last measured", *slowest])
+    every.append(Table("ranks", "Ranks", f"{note}.",
                        [*head, "rank", "coordinates", "on", "busy", "peak memory"],
                        ranks))  # fmt: skip
     saves = [

@@ -12,16 +12,18 @@ import time
 from pathlib import Path
 
 from torchdistpackage.checkpoint.commit import latest, step_of
+from torchdistpackage.config.all_problems import ProblemCollector
 from torchdistpackage.config.errors import ConfigErrors
-from torchdistpackage.config.load import load
+from torchdistpackage.config.load import load, load_draft
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import MAX_PROCS
 from torchdistpackage.data.tokens.template_date import with_template_date
+from torchdistpackage.data.tokens.texts import read_at_start
 from torchdistpackage.environment.rendezvous import Rendezvous, detect
 from torchdistpackage.errors import LaunchError, RankError
 from torchdistpackage.files import atomic_write
 from torchdistpackage.launch.lock import Lock
-from torchdistpackage.launch.process import SignalFlag
+from torchdistpackage.launch.process import SignalFlag, name_thread
 from torchdistpackage.launch.run_events import END, note_event
 from torchdistpackage.launch.run_folder import cannot_write, only_writer, prepare_folder, run_folder
 from torchdistpackage.launch.run_rows import last_rows
@@ -49,13 +51,14 @@ from torchdistpackage.launch.workers import run_local
 from torchdistpackage.lazy import resolve
 from torchdistpackage.plan.elastic import fitted
 from torchdistpackage.plan.refusals import (
+    check_files,
     refuse_checkpoint,
-    refuse_here,
     refuse_moving_aside,
+    refuse_texts,
     refuse_unplanned_checkpoint,
 )
 from torchdistpackage.plan.resume_check import named_folder
-from torchdistpackage.plan.run_plan import local_procs, make_plan
+from torchdistpackage.plan.run_plan import Plan, local_procs, make_plan, plan_keys
 from torchdistpackage.plan.user_code import code_folder
 from torchdistpackage.run_files import CHECKPOINTS, METRICS, RunDir
 
@@ -111,18 +114,11 @@ def how_to_go_on(checkpoints: Path, step: int) -> str:
 
 def start_ranks(path: str, overrides: list[str], resume: str) -> int:
     """Start all ranks of the run on this machine, wait for them, and return the exit code."""
-    config = load(path, overrides)
-    num_procs = local_procs(config)
-    config = fitted(config, num_procs, path)
-    if num_procs > MAX_PROCS:
-        text = f"{num_procs:,} processes on this machine, where {MAX_PROCS:,} are allowed; "
-        raise ConfigErrors(path, [config.problem("parallel", text + "submit a job instead")])
-    plan = make_plan(config, num_procs, path)
+    name_thread("tdp launcher")
+    config, plan, resume = _checked(path, overrides, resume)
+    num_procs = plan.world_size
     files = RunDir(run_folder(config).absolute())
     in_job = attempt_id(os.environ) != "local"
-    resume = resume_of(files, _this_start(files, 0), resume)
-    config = with_template_date(config, resume)
-    refuse_here(config, path, code_folder(os.environ))
     # from here on the folder is this process's alone, and what is found in it stays as it is
     with only_writer(files.run):
         refuse_checkpoint(config, resume, lambda: plan)
@@ -154,11 +150,45 @@ def start_ranks(path: str, overrides: list[str], resume: str) -> int:
     return (requeue_self(files, os.environ) if in_job else 0) or EXIT_TEMPFAIL
 
 
+def _checked(path: str, overrides: list[str], resume: str) -> tuple[RunConfig, Plan, str]:
+    """Return the run on this machine, its plan and what `resume` means.
+
+    Raises:
+        ConfigError: lists all that is wrong with the file, the plan and the files that it names.
+    """
+    draft = load_draft(path, overrides)
+    collector = ProblemCollector(draft, path)
+
+    def planned() -> tuple[RunConfig, Plan]:
+        num_procs = local_procs(draft.config)
+        config = fitted(draft.config, num_procs, path)
+        if num_procs > MAX_PROCS:
+            text = f"{num_procs:,} processes on this machine, where {MAX_PROCS:,} are allowed; "
+            raise ConfigErrors(path, [config.problem("parallel", text + "submit a job instead")])
+        return config, make_plan(config, num_procs, path, bad=draft.bad)
+
+    def resumed() -> str:
+        files = RunDir(run_folder(draft.config).absolute())
+        return resume_of(files, _this_start(files, 0), resume)
+
+    run = collector.run("the plan", plan_keys(draft.config), planned)
+    resume_from = collector.run("--resume", ("run.dir", "run.name"), resumed)
+    check_files(collector, draft.config, path, code_folder(os.environ))
+    if read_at_start(draft.config):  # it takes long, so it waits for all that takes little
+        collector.note("not read until this is mended: the texts")
+    collector.finish()
+    assert run is not None and resume_from is not None, "finish raises what they refuse"
+    config = with_template_date(run[0], resume_from)
+    refuse_texts(config, path)
+    return config, run[1], resume_from
+
+
 # -- a task of srun, which forks its rank and watches over it ------------------------------------
 
 
 def watch_rank(config: RunConfig, rendezvous: Rendezvous, resume: str = "auto") -> int:
     """Watch over the rank of this task of srun; its exit code, 0 if the run ended early."""
+    name_thread(f"tdp watch {rendezvous.rank}")
     signals = SignalFlag()
     signals.listen(config.launch.requeue.signals)
     files = RunDir(run_folder(config).absolute())

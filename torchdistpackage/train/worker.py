@@ -26,7 +26,7 @@ from torchdistpackage.environment.rendezvous import Rendezvous, detect
 from torchdistpackage.files import append_text, atomic_write
 from torchdistpackage.harness.hang.dump import remove_traces
 from torchdistpackage.harness.watchdog import HangWatchdog, agree_on_start
-from torchdistpackage.launch.process import SignalFlag
+from torchdistpackage.launch.process import SignalFlag, name_thread
 from torchdistpackage.launch.run_events import END, flat, note_event, note_start
 from torchdistpackage.launch.run_folder import only_writer, prepare_folder, run_folder
 from torchdistpackage.launch.slurm.requeue import EXIT_TEMPFAIL, Decision, RequeueDecision
@@ -148,6 +148,7 @@ def _join(config: RunConfig, resume: str, signals: SignalFlag | None) -> RunRank
     if config.train.deterministic:
         make_deterministic()
     rendezvous = detect(os.environ)
+    name_thread(f"tdp rank {rendezvous.rank}")
     per_node = rendezvous.ranks_per_node
     plan = make_plan(config, rendezvous.world_size, ranks_per_node=per_node)
     joined = join(

@@ -19,6 +19,7 @@ from torchdistpackage.data.tokens.token_encoder import DocumentEncoder, EncodedB
 from torchdistpackage.errors import DataError, LaunchError
 from torchdistpackage.launch.fork_server_client import ForkedChild, ForkServer
 from torchdistpackage.launch.ipc import Channel
+from torchdistpackage.launch.process import name_thread
 
 Progress = Callable[[int, int], None]
 """Called with (bytes of text read, bytes of all texts) now and then."""
@@ -160,6 +161,7 @@ class TokenWorkers:
 
 def tokenize_pieces(channel: Channel, source: TextSource) -> None:
     """Answer each piece with its batches, until the channel is closed; the body of a worker."""
+    name_thread("tdp tokens")
     encoder = DocumentEncoder(source)
     while True:
         try:

@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -111,13 +111,15 @@ class BatchJob:
         return extra_of(self.config.launch.slurm, name)
 
 
-def job_shape(config: RunConfig) -> JobGeometry:
+def job_shape(config: RunConfig, bad: Collection[str] = ()) -> JobGeometry:
     """Return the nodes, tasks and CPUs of the job.
+
+    bad: keys that are wrong and reported already; rules that read them are skipped.
 
     Raises:
         ConfigError: the options or the degrees do not give one; lists all that is wrong.
     """
-    if problems := violations(config, job=True):
+    if problems := violations(config, bad=bad, job=True):
         raise ConfigErrors("the configuration", problems)
     shape, _ = job_geometry(config)
     assert shape is not None
