@@ -138,16 +138,16 @@ class LocalCopies:
         self.notes.append("no local copies are used: none is whole on the nodes of this start")
         return newest
 
-    def _summary(self, told: list[Any]) -> object:
+    def _summary(self, reports: list[Any]) -> object:
         """Return the notes on what all nodes have, and each version of a checkpoint, the newest
         first: its step, its digest and the first rank that has it.
 
-        told: problems and versions of each rank.
+        reports: problems and versions of each rank.
         """
-        notes = _unusable([problems for problems, _ in told])
+        notes = _unusable([problems for problems, _ in reports])
         sources: dict[tuple[int, str], int] = {}
         nodes_of: dict[int, int] = {}
-        for rank, (_, versions) in zip(self._ranks, told, strict=True):
+        for rank, (_, versions) in zip(self._ranks, reports, strict=True):
             for step in {step for step, _ in versions}:
                 nodes_of[step] = nodes_of.get(step, 0) + 1
             for version in versions:
@@ -275,24 +275,24 @@ def _named(problems: Sequence[str]) -> tuple[list[str], int]:
     return [f"{socket.gethostname()}: {text}" for text in problems[:_NAMED]], len(problems)
 
 
-def _unusable(told: Sequence[tuple[list[str], int]]) -> list[str]:
-    """Return the notes on copies that cannot be used. told: `_named` of each rank."""
-    named = [text for texts, _ in told for text in texts][:_NAMED]
+def _unusable(reports: Sequence[tuple[list[str], int]]) -> list[str]:
+    """Return the notes on copies that cannot be used. reports: `_named` of each rank."""
+    named = [text for texts, _ in reports for text in texts][:_NAMED]
     notes = [f"local copies not usable on {text}" for text in named]
-    if num_more := sum(num for _, num in told) - len(named):
+    if num_more := sum(num for _, num in reports) - len(named):
         notes.append(f"local copies not usable: {num_more} more")
     return notes
 
 
-def _divided(told: list[Any]) -> ForEach:
+def _divided(reports: list[Any]) -> ForEach:
     """Return for each rank the notes, what the checkpoint lacks ("": nothing), and the files that
     the rank copies.
 
-    told: problems and intact files of each rank, and from one rank the files of the checkpoint.
+    reports: problems and intact files of each rank, and from one rank the files of the checkpoint.
     """
-    notes = _unusable([problems for problems, _, _ in told])
-    files = cast(Files, next(files for _, _, files in told if files is not None))
-    by_rank = [names for _, names, _ in told]
+    notes = _unusable([problems for problems, _, _ in reports])
+    files = cast(Files, next(files for _, _, files in reports if files is not None))
+    by_rank = [names for _, names, _ in reports]
     lost = sorted(set(files) - {name for names in by_rank for name in names})
     if not lost:
         return ForEach([(notes, "", share) for share in _shared_out(files, by_rank)])
@@ -300,7 +300,7 @@ def _divided(told: list[Any]) -> ForEach:
         f"{len(lost)} of its {len(files)} files, such as {lost[0]}, are whole on no node of this "
         f"start"
     )
-    return ForEach([(notes, text, []) for _ in told])
+    return ForEach([(notes, text, []) for _ in reports])
 
 
 def _shared_out(files: Files, intact: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -65,17 +65,17 @@ def place_in_nodes(root: Path, name: str, group: Group) -> NodePlace:
 
 
 def _nodes(
-    ranks: Sequence[int], seen: Sequence[tuple[str, tuple[int, ...]]], name: str
+    ranks: Sequence[int], node_of_ranks: Sequence[tuple[str, tuple[int, ...]]], name: str
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each node, by the first. seen: host and node of each rank."""
-    hosts = {rank: host for rank, (host, _) in zip(ranks, seen, strict=True)}
-    for host, node in seen:
+    """Return the ranks of each node, by the first. node_of_ranks: host and node of each rank."""
+    hosts = {rank: host for rank, (host, _) in zip(ranks, node_of_ranks, strict=True)}
+    for host, node in node_of_ranks:
         if others := sorted({hosts[rank] for rank in node} - {host}):
             raise CheckpointError(
                 f"{name} on {host} is that on {', '.join(others[:4])} too; "
                 f"name a folder that each node has for itself, such as one in /dev/shm"
             )
-    return tuple(sorted({node for _, node in seen}))
+    return tuple(sorted({node for _, node in node_of_ranks}))
 
 
 def place_of(nodes: Sequence[tuple[int, ...]], rank: int) -> NodePlace:

@@ -125,9 +125,9 @@ class ModelSource:
         model = spec_of(self.own)
         return self.own.data.seq_len if model is None else model.shape.num_positions
 
-    def tokenizer(self, given: Path | None) -> Path | None:
+    def tokenizer(self, folder_of_option: Path | None) -> Path | None:
         """Return the tokenizer's folder; None if there is none, or tokens are bytes."""
-        folder = given or self.own.data.tokenizer
+        folder = folder_of_option or self.own.data.tokenizer
         return None if folder is None else Path(folder)
 
     def tokenizer_problems(self, folder: Path) -> list[str]:
@@ -211,8 +211,8 @@ def source_of(path: Path, checkpoint: Path | None, averages: bool = False) -> Mo
     """
     if (path / RESOLVED).is_file():
         # the folder of initial weights may be gone by now; resolved.yaml has all sizes
-        own = load(path / RESOLVED, ["model.weights=null"])
-        return ModelSource(path, own, True, checkpoint, averages)
+        config = load(path / RESOLVED, ["model.weights=null"])
+        return ModelSource(path, config, True, checkpoint, averages)
     if (path / CONFIG).is_file():
         return ModelSource(path, loads(_yaml_of(path), str(path)), False, checkpoint, averages)
     if (path / ADAPTER_FILE).is_file():

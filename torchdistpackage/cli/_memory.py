@@ -24,10 +24,10 @@ TRACED = "torchdistpackage.models.kept_trace:traced"
 
 def peak_line(plan: Plan, loads: Sequence[StageLoad], device: str | None = None) -> str:
     """Return the peak for the summary of a plan whose memory is predicted."""
-    found, limit = largest_peak(plan, loads), memory_limit(plan, device)
+    largest, limit = largest_peak(plan, loads), memory_limit(plan, device)
     if limit is None:
-        return f"{size_text(found.peak.total)} on rank {found.rank}"
-    return fit_text(plan, found, limit)
+        return f"{size_text(largest.peak.total)} on rank {largest.rank}"
+    return fit_text(plan, largest, limit)
 
 
 def memory_table(plan: Plan, device: str | None = None, *, traces: bool = True) -> str:
@@ -42,19 +42,19 @@ def memory_table(plan: Plan, device: str | None = None, *, traces: bool = True) 
         plan = replace(plan, model=model)
     if (why := unpredicted_memory(plan)) is not None:
         return wrap(f"predicted peak: {why}")
-    found, limit = largest_peak(plan), memory_limit(plan, device)
-    kinds = found.peak.by_kind().items()
+    largest_rank, limit = largest_peak(plan), memory_limit(plan, device)
+    kinds = largest_rank.peak.by_kind().items()
     rows = [(kind, size_text(num_bytes)) for kind, num_bytes in kinds]
-    rows.append(("in all", size_text(found.peak.total)))
-    lines = [f"predicted peak of rank {found.rank}, which needs most", text_table(rows)]
-    if not found.peak.is_exact:
+    rows.append(("in all", size_text(largest_rank.peak.total)))
+    lines = [f"predicted peak of rank {largest_rank.rank}, which needs most", text_table(rows)]
+    if not largest_rank.peak.is_exact:
         lines.append("activations are those of experts chosen alike, or may be more in a kernel")
     if limit is None:
         lines.append("train.memory_gb, or a device, tells whether it fits")
         return wrap("\n".join(lines))
-    lines.append(fit_text(plan, found, limit))
-    longest = longest_seq_len(plan, found, limit)
-    largest = largest_micro_batch(plan, found, limit)
+    lines.append(fit_text(plan, largest_rank, limit))
+    longest = longest_seq_len(plan, largest_rank, limit)
+    largest = largest_micro_batch(plan, largest_rank, limit)
     lines.append(
         f"longest sequence that fits: {longest:,} tokens"
         if longest is not None

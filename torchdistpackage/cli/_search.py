@@ -221,12 +221,12 @@ def _table(
     per_node: int | None,
     device: Accelerator,
     result: SearchResult,
-    found: Sequence[RankedLayout],
+    layouts: Sequence[RankedLayout],
 ) -> str:
     rows: list[Sequence[object]] = [
         ("", "TOKENS/S", "STEP", "GiB", *map(str.upper, AXES), "ZERO", "BATCHES", "ORDER", "PAYS")
     ]
-    for number, each in enumerate(found, 1):
+    for number, each in enumerate(layouts, 1):
         parallel, pipeline = each.plan.config.parallel, each.plan.config.pipeline
         rounds = each.plan.rounds
         batches = f"{rounds} x " * (rounds > 1) + str(pipeline.microbatches)
@@ -245,10 +245,10 @@ def _table(
                 _pays(each),
             )
         )
-    fast = found[0].time.step.total
+    fast = layouts[0].time.step.total
     best = result.found[0].time.step.total
     error = model_error(device)
-    alike = sum(x.time.step.total <= best * (1 + error) for x in found)
+    alike = sum(x.time.step.total <= best * (1 + error) for x in layouts)
     where = "" if per_node is None else f", {per_node} on a node"
     head = wrap(
         f"{run.run.name} on {world} ranks{where} ({device.name}): the fastest of "
@@ -264,7 +264,7 @@ def _table(
         )
     notes.append("a short run of two or three of them tells which is faster on your cluster")
     lines = [wrap(f"note  {text}", indent=" " * 6) for text in notes]
-    keys = [_keys(number, each, world) for number, each in enumerate(found, 1)]
+    keys = [_keys(number, each, world) for number, each in enumerate(layouts, 1)]
     return "\n".join(
         [head, wrap(_TRIED), "", text_table(rows, last_left=True), "", *lines, "", *keys]
     )
@@ -297,11 +297,11 @@ def _plain(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _write(source: str, run: RunConfig, world: int, found: Sequence[RankedLayout], n: int) -> str:
+def _write(source: str, run: RunConfig, world: int, layouts: Sequence[RankedLayout], n: int) -> str:
     """Write a copy of the file with the keys of a layout; return the line to print."""
-    if not 1 <= n <= len(found):
-        raise ConfigError(f"--apply {n}: the layouts are 1 to {len(found)}; choose one of them")
-    config = found[n - 1].choice.of(run, world)
+    if not 1 <= n <= len(layouts):
+        raise ConfigError(f"--apply {n}: the layouts are 1 to {len(layouts)}; choose one of them")
+    config = layouts[n - 1].choice.of(run, world)
     path = Path(source).with_name(f"{Path(source).stem}-layout{n}.yaml")
     head = f"# layout {n} of tdp plan {Path(source).name} --search on {world} ranks\n"
     text = head + write(config.model_dump(mode="python", exclude_defaults=True))

@@ -45,7 +45,7 @@ def topology_text(
             f"node, fill {number}; use fewer ranks, or more of them on a node"
         )
     best = best_order(plan, ranks_per_node, nodes, tree.paths)
-    given = crossed_axes(plan, ranks_per_node, nodes, tree.paths)
+    crossed = crossed_axes(plan, ranks_per_node, nodes, tree.paths)
     after = crossed_axes(plan, ranks_per_node, best.nodes, tree.paths)
     # a level at which all nodes are below one switch divides nothing
     levels = [
@@ -59,7 +59,7 @@ def topology_text(
         parts.append(f"level {level + 1} {', '.join(list(names)[:8])}" + ", ..." * (len(names) > 8))
     above = "; ".join(parts) if levels else "all below one switch"
     lines = [wrap(f"switches of {number} nodes ({source}): {above}")]
-    if levels and given:
+    if levels and crossed:
         rows: list[Sequence[object]] = [
             (
                 "axis",
@@ -70,7 +70,7 @@ def topology_text(
                 *(f"best order, level {level + 1}" for level in levels),
             )
         ]
-        for one, other in zip(given, after, strict=True):
+        for one, other in zip(crossed, after, strict=True):
             num_bytes = "" if one.num_bytes is None else size_text(one.num_bytes)
             crossing = [x.num_crossing[level] for x in (one, other) for level in levels]
             rows.append((one.axis, one.num_ranks, one.num_groups, num_bytes, *crossing))

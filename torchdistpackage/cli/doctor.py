@@ -91,8 +91,8 @@ def _versions() -> Facts:
     name = "torchdistpackage"
     yield name, version(name)
     yield "Python", f"{platform.python_version()} ({platform.python_implementation()})"
-    wanted = [re.split(r"[\s;<>=!\[~(]", x)[0] for x in distribution(name).requires or ()]
-    for package in sorted({*wanted, "peft", "numpy", "nvidia-nccl-cu13"}, key=str.lower):
+    requirements = [re.split(r"[\s;<>=!\[~(]", x)[0] for x in distribution(name).requires or ()]
+    for package in sorted({*requirements, "peft", "numpy", "nvidia-nccl-cu13"}, key=str.lower):
         try:
             yield package, version(package)
         except PackageNotFoundError:
@@ -157,9 +157,9 @@ def _network() -> Facts:
     for address in read_addresses():
         yield address.interface, f"{address.ip}{'' if address.up else ', down'}"
     host = socket.gethostname()
-    found = resolve(host)
-    yield f"{host} resolves to", ", ".join(found) or "nothing"
-    if all(map(is_loopback, found)):
+    addresses = resolve(host)
+    yield f"{host} resolves to", ", ".join(addresses) or "nothing"
+    if all(map(is_loopback, addresses)):
         yield (
             "!",
             f"{host} has no address by its own name that another node could reach; set "

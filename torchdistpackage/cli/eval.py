@@ -264,12 +264,12 @@ def _prefix(folder: Path | None, codec: TokenCodec | None, problems: list[str]) 
 def _data_keys(
     source: ModelSource,
     data: Path | None,
-    given: Path | None,
+    tokenizer: Path | None,
     kind: str | None,
     problems: list[str],
 ) -> dict[str, object]:
     """Return the keys of a data section that reads this file as tokens of the model."""
-    folder, plain = source.tokenizer(given), DataSection()
+    folder, plain = source.tokenizer(tokenizer), DataSection()
     if data is None:
         return {} if folder is None else {"data.tokenizer": quoted(folder)}
     own = source.own.data

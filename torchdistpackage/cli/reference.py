@@ -136,15 +136,15 @@ def _size(run: RunConfig, out: Path, top_k: int) -> LogitsSize:
         ConfigErrors: the data cannot be read, or the disk has less room.
     """
     try:
-        known: RunConfig = resolve(WITH_STEPS)(run)
+        with_steps: RunConfig = resolve(WITH_STEPS)(run)
     except DataError as error:
         raise refusal(_COMMAND, [f"data: {error}"]) from error
-    size = size_of(known, top_k)
+    size = size_of(with_steps, top_k)
     free = shutil.disk_usage(out.absolute().parent).free
     if size.num_bytes > free:
         text = (
             f"-o {out} takes {size.num_bytes / 1e9:,.3g} GB, but its disk has {free / 1e9:,.3g} GB "
-            f"free; lower --top-k ({top_k}) or train.steps ({known.train.steps:,})"
+            f"free; lower --top-k ({top_k}) or train.steps ({with_steps.train.steps:,})"
         )
         raise refusal(_COMMAND, [text])
     return size

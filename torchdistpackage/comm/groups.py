@@ -109,12 +109,12 @@ class Groups:
                 connect(group, limit_s=limit_s)
         return self._made[key, use]
 
-    def prepare(self, wanted: Iterable[Creation]) -> None:
+    def prepare(self, creations: Iterable[Creation]) -> None:
         """Create and connect groups that contain this rank, in this order (layout/derive.py).
 
         All ranks of each group call it.
         """
-        for one in wanted:
+        for one in creations:
             group = self.of(one.ranks, connects=one.connects, axes=one.axes)
             if one.connects:
                 connect(group, neighbours=one.neighbours, limit_s=self._timeout_s)

@@ -69,21 +69,24 @@ def located(path: str) -> Path:
         )
     cache = cache_folder()
     folders = _finished(cache)
-    meant = {
+    matches = {
         (dataset, config)
-        for dataset, wanted in _readings(name.parts)
+        for dataset, config_name in _readings(name.parts)
         for config in folders.get(dataset, {})
-        if wanted in (None, config)
+        if config_name in (None, config)
     }
-    if len(meant) == 1:
-        dataset, config = meant.pop()
-        made = folders[dataset][config]
+    if len(matches) == 1:
+        dataset, config = matches.pop()
+        candidates = folders[dataset][config]
         # `map` writes into the folder, and so its time is not that of its rows
-        return max(made, key=lambda folder: ((folder / _INFO).stat().st_mtime_ns, folder.name))
-    if meant:
-        names = _listed(f"{dataset.replace('___', '/')}/{config}" for dataset, config in meant)
+        return max(
+            candidates, key=lambda folder: ((folder / _INFO).stat().st_mtime_ns, folder.name)
+        )
+    if matches:
+        names = _listed(f"{dataset.replace('___', '/')}/{config}" for dataset, config in matches)
         raise DataError(
-            f"{path} is one of {len(meant)} data sets in {cache}: {names}; name one, or its folder"
+            f"{path} is one of {len(matches)} data sets in {cache}: {names}; name one, or its "
+            f"folder"
         )
     raise DataError(
         f"{path} is not in {cache}, which has {_nearest(name, folders)}; load it once with "
@@ -108,13 +111,13 @@ def _stored(parts: tuple[str, ...]) -> str:
 
 def _finished(cache: Path) -> dict[str, dict[str, list[Path]]]:
     """Return the folders with rows by data set and configuration."""
-    found: dict[str, dict[str, list[Path]]] = {}
+    folders: dict[str, dict[str, list[Path]]] = {}
     for file in cache.glob(f"*/*/*/*/{_INFO}"):
         folder = file.parent
         if not folder.name.endswith(_UNFINISHED):
             dataset, config, *_ = folder.relative_to(cache).parts
-            found.setdefault(dataset, {}).setdefault(config, []).append(folder)
-    return found
+            folders.setdefault(dataset, {}).setdefault(config, []).append(folder)
+    return folders
 
 
 def _nearest(name: CachedName, folders: Mapping[str, Mapping[str, object]]) -> str:

@@ -134,20 +134,20 @@ def batch_group() -> Group:
 def layouts_of(
     module: nn.Module | None,
     named: Named,
-    given: Mapping[str, Layout] | None,
+    chosen: Mapping[str, Layout] | None,
     over: Iterable[int] | None = None,
 ) -> Layouts:
     """Return the layouts by which gradients of the parameters `named` are summed.
 
-    given: if not None, use only these.
+    chosen: if not None, use only these.
     over: ranks over which the wrapper sums parameters that are not listed; None: tpc's batch ranks,
         or all ranks.
     """
-    given = None if given is None else dict(given)
+    chosen = None if chosen is None else dict(chosen)
     if module is not None:
-        mark(module, given)
-    if given is not None:
-        return given
+        mark(module, chosen)
+    if chosen is not None:
+        return chosen
     if not tpc.is_set:
         return {}
     if over is not None and {*over} != {*tpc.topology.dense.group(tpc.rank, BATCH_AXES)}:

@@ -94,20 +94,20 @@ def expected_max(ranks: Sequence[int], number: int, like: Like, first: int = 0) 
     return _in(like[0], _drawn(owners, places)) + _ones(len(ranks), like[0])
 
 
-def compare(got: Tensor, expected: Tensor) -> str:
+def compare(result: Tensor, expected: Tensor) -> str:
     """Return which element is wrong, with both values; "" if none is."""
-    if got.shape != expected.shape or got.dtype != expected.dtype:
-        shown = [f"{dtype_name(x.dtype)}{list(x.shape)}" for x in (got, expected)]
+    if result.shape != expected.shape or result.dtype != expected.dtype:
+        shown = [f"{dtype_name(x.dtype)}{list(x.shape)}" for x in (result, expected)]
         return f"got {shown[0]}, expected {shown[1]}"
-    different = (got != expected).flatten()
+    different = (result != expected).flatten()
     if not bool(different.any()):
         return ""
     at = int(different.int().argmax())
-    values = [x.flatten()[at].item() for x in (got, expected)]
+    values = [x.flatten()[at].item() for x in (result, expected)]
     one, other = (str(v) if isinstance(v, complex) else f"{v:g}" for v in values)
     return (
         f"got {one} at element {at}, expected {other} "
-        f"({int(different.sum())} of {got.numel()} elements differ)"
+        f"({int(different.sum())} of {result.numel()} elements differ)"
     )
 
 

@@ -84,26 +84,26 @@ def pair() -> Check:
 
 def _row(operation: str, dtype: torch.dtype, member: GroupMember) -> Found:
     key = operation, member.ranks, member.index, NUM_ROWS * len(member.ranks), member.like(dtype)
-    got, wanted = tdp_call(operation, make_input(*key), member)(), expected(*key)
-    assert got is not None and wanted is not None
-    yield got, wanted, ""
+    result, expected_result = tdp_call(operation, make_input(*key), member)(), expected(*key)
+    assert result is not None and expected_result is not None
+    yield result, expected_result, ""
 
 
 def _max(member: GroupMember) -> Found:
     like = member.like(torch.float64)
     sent = reduce_input(member.rank, member.ranks, NUM_ELEMENTS, like)
-    got = primitives.all_reduce(sent, member.group, primitives.MAX)
-    yield got, expected_max(member.ranks, NUM_ELEMENTS, like), ""
+    result = primitives.all_reduce(sent, member.group, primitives.MAX)
+    yield result, expected_max(member.ranks, NUM_ELEMENTS, like), ""
 
 
 def _average(member: GroupMember) -> Found:
     like, size = member.like(torch.float32), len(member.ranks)
     mean = expected_sum(member.ranks, NUM_ELEMENTS, like) / size
     sent = reduce_input(member.rank, member.ranks, NUM_ELEMENTS, like)
-    got = primitives.all_reduce(sent, member.group, primitives.AVG)
+    result = primitives.all_reduce(sent, member.group, primitives.AVG)
     # back ends divide before or after they add, so the last bits are theirs
-    near = (got - mean).abs() <= size * torch.finfo(like[0]).eps * mean
-    yield torch.where(near, mean, got), mean, ""
+    near = (result - mean).abs() <= size * torch.finfo(like[0]).eps * mean
+    yield torch.where(near, mean, result), mean, ""
 
 
 def _all_gather_uneven(member: GroupMember) -> Found:
@@ -112,15 +112,15 @@ def _all_gather_uneven(member: GroupMember) -> Found:
         rank_pattern(rank, 3 * n, like).view(n, 3)
         for rank, n in zip(member.ranks, sizes, strict=True)
     ]
-    got = primitives.all_gather(parts[member.index], member.group, sizes)
-    yield got, torch.cat(parts), ""
+    result = primitives.all_gather(parts[member.index], member.group, sizes)
+    yield result, torch.cat(parts), ""
 
 
 def _reduce_scatter_uneven(member: GroupMember) -> Found:
     like, sizes = member.like(torch.int64), _uneven(len(member.ranks))
     sent = reduce_input(member.rank, member.ranks, sum(sizes), like)
-    wanted = expected_sum(member.ranks, sum(sizes), like).split(sizes)[member.index]
-    yield primitives.reduce_scatter(sent, member.group, sizes), wanted, ""
+    expected_slice = expected_sum(member.ranks, sum(sizes), like).split(sizes)[member.index]
+    yield primitives.reduce_scatter(sent, member.group, sizes), expected_slice, ""
 
 
 def _all_to_all_uneven(member: GroupMember) -> Found:
@@ -129,20 +129,20 @@ def _all_to_all_uneven(member: GroupMember) -> Found:
     table = [[(3 * i + 5 * j) % 7 for j in range(size)] for i in range(size)]
     sent_sizes, received = table[index], [row[index] for row in table]
     x = rank_pattern(member.rank, sum(sent_sizes), like)
-    got = primitives.all_to_all(x, member.group, sent_sizes, received)
+    result = primitives.all_to_all(x, member.group, sent_sizes, received)
     parts = [
         rank_pattern(rank, row[index], like, first=sum(row[:index]))
         for rank, row in zip(member.ranks, table, strict=True)
     ]
-    yield got, torch.cat(parts), ""
+    yield result, torch.cat(parts), ""
 
 
 def _broadcast(member: GroupMember) -> Found:
     for turn, source in enumerate(member.ranks):
         like = member.like(_MOVED[turn % len(_MOVED)])
         x = rank_pattern(member.rank, NUM_ELEMENTS, like)
-        wanted = rank_pattern(source, NUM_ELEMENTS, like)
-        yield primitives.broadcast(x, member.group, source), wanted, f" from rank {source}"
+        expected_tensor = rank_pattern(source, NUM_ELEMENTS, like)
+        yield primitives.broadcast(x, member.group, source), expected_tensor, f" from rank {source}"
 
 
 def _barrier(member: GroupMember) -> Found:
@@ -153,17 +153,18 @@ def _barrier(member: GroupMember) -> Found:
 def _gather_objects(member: GroupMember) -> Found:
     """Gather texts of different lengths, each with its rank."""
     sent = {"rank": member.rank, "text": "x" * (member.rank % 5)}
-    got = primitives.gather_objects(sent, member.group)
+    objects = primitives.gather_objects(sent, member.group)
     ranks = [
-        o["rank"] if isinstance(o, dict) and len(o["text"]) == o["rank"] % 5 else -1 for o in got
+        o["rank"] if isinstance(o, dict) and len(o["text"]) == o["rank"] % 5 else -1
+        for o in objects
     ]
     yield torch.tensor(ranks), torch.tensor(member.ranks), ""
 
 
 def _broadcast_object(member: GroupMember) -> Found:
     source = member.ranks[-1]
-    got = primitives.broadcast_object({"rank": member.rank}, member.group, source)
-    rank = got["rank"] if isinstance(got, dict) else -1
+    answer = primitives.broadcast_object({"rank": member.rank}, member.group, source)
+    rank = answer["rank"] if isinstance(answer, dict) else -1
     yield torch.tensor([rank]), torch.tensor([source]), f" from rank {source}"
 
 

@@ -174,7 +174,7 @@ class SharedStatus:
 
     def meet(
         self,
-        place: str,
+        point: str,
         report: RankReport,
         *,
         limit_s: float,
@@ -183,7 +183,7 @@ class SharedStatus:
     ) -> Verdict:
         """Leave `report`, and return the verdict when all have come or time is up.
 
-        place: its name. limit_s: as the verdict names it. wait_s: for the others. settle_s: then
+        point: its name. limit_s: as the verdict names it. wait_s: for the others. settle_s: then
         for those who hear the alarm.
 
         Raises:
@@ -191,29 +191,29 @@ class SharedStatus:
         """
 
         def decide(store: dist.Store) -> None:
-            if store.add(self._key(place, "decided"), 1) == 1:
-                keys = {rank: self._key(place, rank) for rank in range(self.size)}
+            if store.add(self._key(point, "decided"), 1) == 1:
+                keys = {rank: self._key(point, rank) for rank in range(self.size)}
                 came = {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
                 verdict = judge(
                     {rank: RankReport.from_json(text) for rank, text in came.items()},
                     lambda rank: self._host(store, rank),
                     world_size=self.size,
                     limit_s=limit_s,
-                    meeting=place,
+                    meeting=point,
                 )
-                store.set(self._key(place, "verdict"), verdict.to_json())
+                store.set(self._key(point, "verdict"), verdict.to_json())
 
         def attend(store: dist.Store) -> bytes | None:
-            store.set(self._key(place, self.rank), report.to_json())
-            if store.add(self._key(place, "came"), 1) == self.size:
+            store.set(self._key(point, self.rank), report.to_json())
+            if store.add(self._key(point, "came"), 1) == self.size:
                 decide(store)
-            verdict = self._verdict(store, place, wait_s)
+            verdict = self._verdict(store, point, wait_s)
             if verdict is None:
                 store.set(self._key("alarm"), "yes")
-                verdict = self._verdict(store, place, settle_s)
+                verdict = self._verdict(store, point, settle_s)
             if verdict is None:
                 decide(store)
-                verdict = self._verdict(store, place, settle_s)
+                verdict = self._verdict(store, point, settle_s)
             return verdict
 
         def lost(why: str) -> CommTestError:
@@ -273,9 +273,9 @@ class SharedStatus:
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, (self._prefix, *parts)))
 
-    def _verdict(self, store: dist.Store, place: str, wait_s: float) -> bytes | None:
+    def _verdict(self, store: dist.Store, point: str, wait_s: float) -> bytes | None:
         # polls, because a wait of torch that times out writes to stderr
-        key, end_s, pause_s = self._key(place, "verdict"), time.monotonic() + wait_s, 0.0
+        key, end_s, pause_s = self._key(point, "verdict"), time.monotonic() + wait_s, 0.0
         while not store.check([key]):
             if time.monotonic() > end_s:
                 return None

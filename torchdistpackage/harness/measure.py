@@ -278,9 +278,13 @@ def _run(
     key = cell.operation, member.ranks, member.index, number, like
 
     def verify() -> str:
-        got = tdp_call(cell.operation, make_input(*key), member)()
-        wanted = expected(*key)
-        if got is None or wanted is None or not (text := compare(got, wanted)):
+        result = tdp_call(cell.operation, make_input(*key), member)()
+        expected_result = expected(*key)
+        if (
+            result is None
+            or expected_result is None
+            or not (text := compare(result, expected_result))
+        ):
             return ""
         return (
             f"{cell.operation} over {cell.axis} ranks {list(member.ranks)}, {cell.size_bytes} "

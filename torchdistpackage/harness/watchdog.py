@@ -117,15 +117,15 @@ def agree_on_start(folder: str | Path, *, rank: int, world_size: int) -> str:
     return start
 
 
-def _blind_ranks(seen: list[Any]) -> str:
-    """Return what to say of ranks that do not see rank 0's folder; seen: by rank whether it does,
+def _blind_ranks(views: list[Any]) -> str:
+    """Return what to say of ranks that do not see rank 0's folder; views: by rank whether it does,
     and where it looked."""
-    blind = [f"rank {rank} on {where}" for rank, (sees, where) in enumerate(seen) if not sees]
+    blind = [f"rank {rank} on {where}" for rank, (sees, where) in enumerate(views) if not sees]
     if not blind:
         return ""
     many = f", ... ({len(blind)} ranks)" if len(blind) > SHOWN_RANKS else ""
     return (
-        f"watch: what rank 0 on {seen[0][1]} makes is not seen by "
+        f"watch: what rank 0 on {views[0][1]} makes is not seen by "
         f"{', '.join(blind[:SHOWN_RANKS])}{many}; name one folder, on a file system that all hosts "
         f"share"
     )

@@ -202,8 +202,8 @@ def _slurm_says(holder: LockHolder, claimant: LockHolder, runner: Runner) -> str
 class Lock:
     """A lock that this process holds, made by `take`."""
 
-    def __init__(self, path: Path, own: LockHolder, handle: int, made: list[Path]):
-        self.path, self._own, self._handle, self._made = path, own, handle, made
+    def __init__(self, path: Path, holder: LockHolder, handle: int, folders: list[Path]):
+        self.path, self._own, self._handle, self._made = path, holder, handle, folders
         self._released = threading.Event()
         # keeps a heartbeat from creating the file again while `release` removes it
         self._beating = threading.Lock()

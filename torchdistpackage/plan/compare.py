@@ -92,13 +92,13 @@ def compare_run(plan: Plan, prediction: StepPrediction, folder: Path) -> RunComp
     terms = tuple(ComparedTerm(name, predicted[name], measured[name]) for name in names)
     step = ComparedTerm("step", sum(predicted.values()), sum(measured.values()))
     wrong = max(terms, key=lambda term: abs(term.difference_s))
-    found: ComparedTerm | None = wrong
+    named: ComparedTerm | None = wrong
     explanation = None
     if abs(wrong.difference_s) < _LEAST_SHARE * step.measured_s:
-        found = None
+        named = None
     else:
         explanation = _explain(prediction, wrong, names)
-    return RunComparison(step, (rows[0]["step"], rows[-1]["step"]), terms, found, explanation)
+    return RunComparison(step, (rows[0]["step"], rows[-1]["step"]), terms, named, explanation)
 
 
 def _rows(plan: Plan, folder: Path) -> list[Row]:
@@ -119,8 +119,10 @@ def _rows(plan: Plan, folder: Path) -> list[Row]:
 
 def _measured(rows: list[Row]) -> dict[str, float]:
     """Return the median seconds of each term, of the rank that computed longest in each row."""
-    found = [_terms_of(row) for row in rows]
-    return {name: median(terms.get(name, 0.0) for terms in found) for name in found[-1]}
+    terms_of_rows = [_terms_of(row) for row in rows]
+    return {
+        name: median(terms.get(name, 0.0) for terms in terms_of_rows) for name in terms_of_rows[-1]
+    }
 
 
 def _busy(row: Row) -> list[float]:
@@ -154,18 +156,18 @@ def _terms_of(row: Row) -> dict[str, float]:
 
 def _grouped(step: StepTime, names: tuple[str, ...]) -> dict[str, float]:
     """Return the predicted seconds under the names of what was measured."""
-    found = dict.fromkeys(names, 0.0)
+    seconds_of = dict.fromkeys(names, 0.0)
     for term, seconds in step.terms.items():
-        if term in found:
+        if term in seconds_of:
             name = term
-        elif ON_DEVICE in found:
+        elif ON_DEVICE in seconds_of:
             name = ON_DEVICE
-        elif term in ("bubble", "exposed pipe") and _PIPE in found:
+        elif term in ("bubble", "exposed pipe") and _PIPE in seconds_of:
             name = _PIPE
         else:
             name = COMPUTE
-        found[name] += seconds
-    return found
+        seconds_of[name] += seconds
+    return seconds_of
 
 
 # -- what explains a term -------------------------------------------------------------------------
@@ -188,7 +190,7 @@ def _explain(
     def predicted(each: _Number, factor: float) -> float:
         return _grouped(each.changed(prediction, factor).step(), names)[wrong.name]
 
-    found: list[tuple[float, Explanation]] = []
+    explanations: list[tuple[float, Explanation]] = []
     for each in _numbers(prediction.device, prediction.fabric, wrong.name):
         low, high = 1 / _MOST_FACTOR, _MOST_FACTOR
         rises = predicted(each, high) > predicted(each, low)
@@ -202,8 +204,8 @@ def _explain(
             else:
                 high = middle
         distance = max(low, 1 / low)
-        found.append((distance, Explanation(each.name, each.value, each.value * low)))
-    return min(found, key=lambda pair: pair[0])[1] if found else None
+        explanations.append((distance, Explanation(each.name, each.value, each.value * low)))
+    return min(explanations, key=lambda pair: pair[0])[1] if explanations else None
 
 
 def _numbers(device: Accelerator, fabric: Fabric, term: str) -> list[_Number]:

@@ -60,7 +60,7 @@ def logits_identity(config: RunConfig) -> dict[str, str]:
     keys = data.model_dump(mode="json", exclude=set(_ANY))
     dated = {} if data.template_date is None else {"data.template_date": str(data.template_date)}
     files = [x.path for x in data.parts.values() if x.path is not None]
-    known = {} if teacher is None else {TEACHER: data_fingerprint([teacher])}
+    teacher_file = {} if teacher is None else {TEACHER: data_fingerprint([teacher])}
     model = spec_of(config)
     return {
         "the contents of data.path" if not sources else "the contents of data.sources": (
@@ -73,7 +73,7 @@ def logits_identity(config: RunConfig) -> dict[str, str]:
         **dated,
         "run.seed": str(config.run.seed),
         "the size of the vocabulary": "" if model is None else str(model.shape.vocab),
-        **known,
+        **teacher_file,
     }
 
 

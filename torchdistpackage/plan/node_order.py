@@ -77,17 +77,17 @@ def crossed_axes(
     """Return what each axis of more than one rank crosses, with the nodes in this order."""
     above = [paths[node] for node in nodes]
     levels = range(len(above[0]))
-    found: list[CrossedAxis] = []
+    crossings: list[CrossedAxis] = []
     for axis in _axes(plan):
         crossing, num_groups = [0 for _ in levels], 0
         for ranks in axis.groups():
             num_groups += 1
-            here = {above[rank // ranks_per_node] for rank in ranks}
-            for level in levels if len(here) > 1 else ():
-                crossing[level] += len({path[level] for path in here}) > 1
+            switches = {above[rank // ranks_per_node] for rank in ranks}
+            for level in levels if len(switches) > 1 else ():
+                crossing[level] += len({path[level] for path in switches}) > 1
         size = axis.mesh.axis_size(axis.name)
-        found.append(CrossedAxis(axis.name, size, num_groups, tuple(crossing), axis.num_bytes))
-    return tuple(found)
+        crossings.append(CrossedAxis(axis.name, size, num_groups, tuple(crossing), axis.num_bytes))
+    return tuple(crossings)
 
 
 def best_order(
@@ -138,7 +138,7 @@ def _axes(plan: Plan) -> list[_Axis]:
                 sent[axis] += link_bytes(call)
         if (call.axis, call.operation) == ("pipe", "send"):
             message = call.call_bytes
-    found: list[_Axis] = []
+    axes: list[_Axis] = []
     for name in AXES:
         mesh, _ = plan.topology.named(name)
         size = mesh.axis_size(name)
@@ -150,8 +150,8 @@ def _axes(plan: Plan) -> list[_Axis]:
         else:
             one = sent[name] if is_counted else 1.0
             links = {(index, (index + 1) % size): one for index in range(size)}
-        found.append(_Axis(name, mesh, links, max(links.values()) if is_counted else None))
-    return found
+        axes.append(_Axis(name, mesh, links, max(links.values()) if is_counted else None))
+    return axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,20 +244,20 @@ class NodeLinks:
             for other, weight in self.near[place].items()
         )
 
-    def all_tried(self, given: Sequence[Path], start: list[Path]) -> tuple[list[Path], bool]:
+    def all_tried(self, order: Sequence[Path], start: list[Path]) -> tuple[list[Path], bool]:
         """Return the cheapest of all orders, and whether all were tried within MAX_TRIED; if not,
         the cheaper of the two."""
-        first, second = self.cost(given), self.cost(start)
-        best = list(given) if first <= second else start
+        first, second = self.cost(order), self.cost(start)
+        best = list(order) if first <= second else start
         least = min(first, second)
-        if least == 0 or len(given) > MAX_PLACES:
+        if least == 0 or len(order) > MAX_PLACES:
             return best, least == 0
-        left, paths, room = Counter(given), list(given), MAX_TRIED
+        left, paths, room = Counter(order), list(order), MAX_TRIED
         kinds = sorted(left, key=lambda path: path[::-1])
 
         def label(place: int, cost: float) -> None:
             nonlocal best, least, room
-            if place == len(given):
+            if place == len(order):
                 best, least = list(paths), cost
                 return
             fresh: set[tuple[int, Path]] = set()

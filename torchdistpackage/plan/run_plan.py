@@ -260,8 +260,8 @@ def make_plan(
         return plan
     refuse_model(model, config, source)
     pieces = ModelUnits.of(model)
-    found = find_stages(config, pieces, messages=messages)
-    plan = Plan(config, world, model, pieces.names, found, {})
+    stages = find_stages(config, pieces, messages=messages)
+    plan = Plan(config, world, model, pieces.names, stages, {})
     teacher = None
     if config.train.distill.runs_teacher:
         teacher = _teacher_plan(config, model, world_size, source, ranks_per_node)

@@ -36,21 +36,21 @@ def teacher_config(config: RunConfig) -> RunConfig:
 
 def other_tokenizer(config: RunConfig) -> list[Problem]:
     """Return the problem with a teacher whose folder has another tokenizer than the data, or []."""
-    folder, own = config.train.distill.teacher, config.data.tokenizer
+    folder, data_tokenizer = config.train.distill.teacher, config.data.tokenizer
     if folder is None or not (Path(folder) / "tokenizer.json").is_file():
         return []
     try:
-        text = _difference(Path(folder), own, has_bytes=config.data.has_bytes)
+        text = _difference(Path(folder), data_tokenizer, has_bytes=config.data.has_bytes)
     except DataError as error:
         text = str(error)
     return [config.problem("train.distill.teacher", text)] if text else []
 
 
-def _difference(folder: Path, own: str | None, *, has_bytes: bool) -> str:
-    if own is None:
+def _difference(folder: Path, data_tokenizer: str | None, *, has_bytes: bool) -> str:
+    if data_tokenizer is None:
         text = f"{folder} has a tokenizer, but the tokens of the data are bytes"
         return f"{text}; set data.tokenizer to {folder}" if has_bytes else ""
-    files = [tokenizer_file(folder), tokenizer_file(Path(own))]
+    files = [tokenizer_file(folder), tokenizer_file(Path(data_tokenizer))]
     if files[0].read_bytes() == files[1].read_bytes():
         return ""
     teacher, student = map(token_ids, files)
@@ -61,7 +61,7 @@ def _difference(folder: Path, own: str | None, *, has_bytes: bool) -> str:
         f"{x!r}: {teacher.get(x, 'none')} and {student.get(x, 'none')}" for x in differ[:_SHOWN]
     )
     return (
-        f"{folder} has another tokenizer than data.tokenizer {own}: {len(differ)} of "
+        f"{folder} has another tokenizer than data.tokenizer {data_tokenizer}: {len(differ)} of "
         f"{len({*teacher, *student})} tokens have other ids ({shown}); name a teacher with the "
         f"tokenizer of the model"
     )

@@ -89,10 +89,10 @@ def merged(calls: Iterable[CallCount]) -> tuple[CallCount, ...]:
     # by identity, since hashing thousands of ranks takes longer than all else
     ranks_of = {id(each.ranks): each.ranks for each in calls}
     group_of = {key: groups.setdefault(ranks, len(groups)) for key, ranks in ranks_of.items()}
-    found: dict[Hashable, list[CallCount]] = {}
+    equal_calls: dict[Hashable, list[CallCount]] = {}
     for each in calls:
         what = each.axis, each.operation, each.num_elements, each.dtype, each.what
-        found.setdefault((*what, group_of[id(each.ranks)]), []).append(each)
+        equal_calls.setdefault((*what, group_of[id(each.ranks)]), []).append(each)
     return tuple(
-        replace(same[0], number=sum(each.number for each in same)) for same in found.values()
+        replace(same[0], number=sum(each.number for each in same)) for same in equal_calls.values()
     )

@@ -146,8 +146,8 @@ def _korthikanti(
 
 def _fsdp(ranks: int, seq_len: int, micro_batch: int, times: int = 1, **more: object) -> StepLayout:
     """A layout of FSDP, with PyTorch's own loss and optimizer unless it says otherwise."""
-    given = {"loss": "eager", "optimizer": "foreach", "copies": "all", **more}
-    return StepLayout(ranks, seq_len, micro_batch, times, zero=3, **given)  # type: ignore[arg-type]
+    options = {"loss": "eager", "optimizer": "foreach", "copies": "all", **more}
+    return StepLayout(ranks, seq_len, micro_batch, times, zero=3, **options)  # type: ignore[arg-type]
 
 
 def _tokens_s(batch: int, seq_len: int, tokens: float, ranks: int) -> float:

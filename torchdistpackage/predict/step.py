@@ -364,10 +364,10 @@ class _Data:
 
     def _gather(self) -> float:
         """Seconds to gather the weights of a block."""
-        whole = shares(self.sizes, self.layout)
+        all_shares = shares(self.sizes, self.layout)
         return sum(
             self.fabric.gather_seconds(self.layout.weight_bytes * count, *self._sharers(shared))
-            for count, shared in (whole if self._gathers_frozen() else self._trained())
+            for count, shared in (all_shares if self._gathers_frozen() else self._trained())
         )
 
     def _reduce(self) -> float:
@@ -461,16 +461,16 @@ class RankLoad:
 def rank_loads(blocks: Sequence[float], placement: Sequence[int]) -> tuple[RankLoad, ...]:
     """Return the loads of ranks, but for those that another's exceeds in every number."""
     of_rank: dict[int, float] = dict.fromkeys(placement, 0.0)
-    before: dict[int, tuple[float, int]] = {}
+    load_before: dict[int, tuple[float, int]] = {}
     passed, moves = 0.0, 0
     for stage, rank in enumerate(placement):
-        before.setdefault(rank, (passed, moves))
+        load_before.setdefault(rank, (passed, moves))
         of_rank[rank] += blocks[stage]
         passed += blocks[stage]
         moves += stage + 1 < len(placement) and placement[stage + 1] != rank
     loads = {
-        RankLoad(*before[rank], held, rank == placement[0], rank == placement[-1])
-        for rank, held in of_rank.items()
+        RankLoad(*load_before[rank], num_blocks, rank == placement[0], rank == placement[-1])
+        for rank, num_blocks in of_rank.items()
     }
 
     def exceeds(one: RankLoad, other: RankLoad) -> bool:
@@ -531,16 +531,16 @@ def _optimizer_seconds(sizes: TransformerSizes, layout: StepLayout, device: Acce
     stages = x.pipe
     experts = z.layers * z.num_experts * z.mlp_parameters
     dense = z.parameters - experts
-    held = dense / (x.tensor * stages) + experts / (x.tensor * stages * x.expert)
+    parameters = dense / (x.tensor * stages) + experts / (x.tensor * stages * x.expert)
     if x.lora:
-        held = z.layers * adapter_parameters(z, x) / stages
+        parameters = z.layers * adapter_parameters(z, x) / stages
     sharers = x.sharers if x.zero else 1
     if z.num_experts and x.zero and not x.lora:
-        held = dense / (x.tensor * stages * sharers)
-        held += experts / (x.tensor * stages * max(sharers, x.expert))
+        parameters = dense / (x.tensor * stages * sharers)
+        parameters += experts / (x.tensor * stages * max(sharers, x.expert))
         sharers = 1
     num_bytes = FOREACH_BYTES if x.optimizer == "foreach" else ADAM_BYTES
-    return memory_seconds(device, num_bytes * held / sharers)
+    return memory_seconds(device, num_bytes * parameters / sharers)
 
 
 def _host_seconds(sizes: TransformerSizes, layout: StepLayout, device: Accelerator) -> float:

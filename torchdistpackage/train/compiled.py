@@ -204,10 +204,10 @@ def _agree(trainer: Trainer, step: int) -> None:
             block.refused = refused[block.name]
 
 
-def _refused_on(seen: list[Any]) -> dict[str, str]:
+def _refused_on(refusals_of_ranks: list[Any]) -> dict[str, str]:
     """Return by block which rank first refused it and why."""
     refusals: dict[str, str] = {}
-    for rank, refused in enumerate(seen):
+    for rank, refused in enumerate(refusals_of_ranks):
         for name, why in refused.items():
             refusals.setdefault(name, f"rank {rank} cannot compile it: {why}")
     return refusals

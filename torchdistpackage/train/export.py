@@ -101,9 +101,9 @@ def export_checkpoint(
     manifest = read_manifest(path)
     made_of = model.sources()
     layouts = model.layouts() | model.buffers()
-    wanted = {name: x for name, x in layouts.items() if name in made_of}
-    _check_model(manifest, wanted, path)
-    names = {n: average_name(manifest, n, path) if averages else n for n in wanted}
+    exported = {name: x for name, x in layouts.items() if name in made_of}
+    _check_model(manifest, exported, path)
+    names = {n: average_name(manifest, n, path) if averages else n for n in exported}
     dtype = dtype or manifest.tensors[next(iter(made_of))].dtype
     source = checkpoint_source(path)
 

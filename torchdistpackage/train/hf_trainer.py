@@ -102,9 +102,9 @@ def _names_of(
     path: Path, groups: list[Mapping[str, Any]], numbers: list[list[int]]
 ) -> dict[int, str]:
     """Return the name of each number of a parameter in the optimizer's groups."""
-    given = [group.get("param_names") for group in groups]
-    if all(given):
-        names = [str(name) for group in given for name in group or ()]
+    names_of_groups = [group.get("param_names") for group in groups]
+    if all(names_of_groups):
+        names = [str(name) for group in names_of_groups for name in group or ()]
         return dict(zip((n for group in numbers for n in group), names, strict=True))
     decaying, others = _split_names(path)
     counts = [len(group) for group in numbers]

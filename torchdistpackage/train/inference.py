@@ -199,9 +199,11 @@ def _evaluated(model: StagedModel, request: EvalRequest, step: int | None) -> Ev
     has_other = config.data.is_preference or model.plan.teacher is not None
     task = None if has_other else build_task(model)
 
-    def result(found: Evaluated, num_windows: int) -> EvalResult:
-        loss = found.total / found.weight
-        return EvalResult(loss, found.num_counted, num_windows, step, values=dict(found.values))
+    def result(evaluated: Evaluated, num_windows: int) -> EvalResult:
+        loss = evaluated.total / evaluated.weight
+        return EvalResult(
+            loss, evaluated.num_counted, num_windows, step, values=dict(evaluated.values)
+        )
 
     def of(windows: Windows) -> EvalResult:
         windows = windows.part(sequence.ranges(windows.seq_len))

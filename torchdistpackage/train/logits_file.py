@@ -69,10 +69,10 @@ def write_logits(
         for first in range(0, global_batch, num_data * per_round):
             rows = source.batch("train", seed, step, index, num_data, per_round, first=first)
             batch = model.microbatches(DataBatch(*rows), model.own_part)
-            found = _top_k_of(
+            top_k = _top_k_of(
                 model, executor, logits_of, batch, size, (num_data * per_round, index * per_round)
             )
-            tensors = [primitives.all_reduce(x, tpc.get_group("global")) for x in found]
+            tensors = [primitives.all_reduce(x, tpc.get_group("global")) for x in top_k]
             if model.rank == 0:
                 _write(temporary, len(head), begin, size, [x.cpu() for x in tensors])
             begin += num_data * per_round

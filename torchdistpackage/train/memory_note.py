@@ -70,7 +70,7 @@ def actual_bytes(trainer: Trainer) -> dict[str, int]:
     states = () if inner is None else inner.state.values()
     optimizer += [x for state in states for x in state.values() if isinstance(x, Tensor)]
     seen = set[int]()
-    found = {
+    bytes_of = {
         "weights": _new_bytes(weights, seen),
         "gradients": _new_bytes(gradients, seen),
         "optimizer state": _new_bytes(optimizer, seen),
@@ -78,9 +78,9 @@ def actual_bytes(trainer: Trainer) -> dict[str, int]:
     if trainer.device.type == "cuda":
         # the most, since an exception on its way here has let go of a step's activations
         allocated = torch.cuda.max_memory_allocated(trainer.device)
-        found["activations and other tensors"] = allocated - sum(found.values())
-        found["allocator"] = torch.cuda.max_memory_reserved(trainer.device) - allocated
-    return found
+        bytes_of["activations and other tensors"] = allocated - sum(bytes_of.values())
+        bytes_of["allocator"] = torch.cuda.max_memory_reserved(trainer.device) - allocated
+    return bytes_of
 
 
 def _predicted(plan: Plan, rank: int, *, on_gpu: bool) -> dict[str, float]:
@@ -106,11 +106,11 @@ def _kinds(weights: float, gradients: float, optimizer: float, buckets: float) -
     }
 
 
-def _new_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    """Return the bytes of storages that are not in `seen`, and add them to it."""
+def _new_bytes(tensors: Iterable[Tensor], counted: set[int]) -> int:
+    """Return the bytes of storages that are not in `counted`, and add them to it."""
     total = 0
     for storage in storages_of(tensors):
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
+        if storage._cdata not in counted:
+            counted.add(storage._cdata)
             total += storage.nbytes()
     return total

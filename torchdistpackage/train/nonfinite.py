@@ -85,12 +85,14 @@ def explain(trainer: Trainer, issued: PendingStep) -> str:
     return f"step {issued.step}: {words}"
 
 
-def _words(seen: Sequence[NonFiniteReport]) -> str:
-    forward = [(x.forward, x.rank, x.own) for x in seen if x.forward is not None]
+def _words(reports: Sequence[NonFiniteReport]) -> str:
+    forward = [(x.forward, x.rank, x.own) for x in reports if x.forward is not None]
     # a backward runs from the last stage to the first
-    with_own = sorted(((-x.own.stage, x.rank, x.own) for x in seen if x.own), key=lambda x: x[:2])
+    with_own = sorted(
+        ((-x.own.stage, x.rank, x.own) for x in reports if x.own), key=lambda x: x[:2]
+    )
     summed = sorted(
-        ((-x.summed.stage, x.rank, x.summed) for x in seen if x.summed), key=lambda x: x[:2]
+        ((-x.summed.stage, x.rank, x.summed) for x in reports if x.summed), key=lambda x: x[:2]
     )
     if forward:
         (number, stage, tensor_name), first, grads = min(forward, key=lambda x: x[:2])
@@ -103,7 +105,7 @@ def _words(seen: Sequence[NonFiniteReport]) -> str:
         text = f"on rank {first}, stage {grads.stage} {grads}"
     elif summed:
         _, first, grads = summed[0]
-        ranks = ", ".join(str(x.rank) for x in seen if x.summed)
+        ranks = ", ".join(str(x.rank) for x in reports if x.summed)
         return (
             f"after the sum {grads} on rank {first}, stage {grads.stage} (seen on rank {ranks}); "
             f"the same step done again was finite everywhere, so look for a faulty device or "
@@ -114,7 +116,7 @@ def _words(seen: Sequence[NonFiniteReport]) -> str:
             "the sum over all gradients or losses is not finite though each of them is: they are "
             "too large for their type; lower optim.lr, or look at the samples of the step"
         )
-    others = [str(x.rank) for x in seen if (x.forward or x.own) and x.rank != first]
+    others = [str(x.rank) for x in reports if (x.forward or x.own) and x.rank != first]
     return f"{text}; also on rank {', '.join(others)}" if others else text
 
 

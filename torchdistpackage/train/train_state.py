@@ -177,11 +177,11 @@ def _newest(own_folder: Path, rank: int, local: LocalCopies | None) -> Path | No
 def _imported(path: Path, own_folder: Path, rank: int) -> Path:
     """Return a checkpoint of ours that rank 0 makes of one of transformers' Trainer."""
     group = tpc.get_group("global")
-    made = ""
+    imported = ""
     with fail_together(group, f"reading {path}"):
         if rank == 0:
-            made = str(import_hf_trainer(path, own_folder))
-    return Path(str(primitives.broadcast_object(made, group)))
+            imported = str(import_hf_trainer(path, own_folder))
+    return Path(str(primitives.broadcast_object(imported, group)))
 
 
 def _resume(

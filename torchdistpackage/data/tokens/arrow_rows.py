@@ -49,12 +49,12 @@ class ArrowRows:
         splits = sorted({*split_of.values()})
         if len(splits) < 2 and not split:
             return list(files)
-        wanted = split or TRAIN
-        if wanted in splits:
-            return [file for file in files if split_of[file] == wanted]
+        split_name = split or TRAIN
+        if split_name in splits:
+            return [file for file in files if split_of[file] == split_name]
         raise DataError(
             f"data.path {folder}: it has the splits {', '.join(map(repr, splits))}, and none is "
-            f"{wanted}; name one, or its folder or file"
+            f"{split_name}; name one, or its folder or file"
         )
 
     def pieces(self, path: Path) -> Iterator[Piece]:

@@ -55,11 +55,11 @@ class TurnFinder:
         self._anchors: dict[int, _Anchor | None] = {}
         self._beginnings: dict[tuple[int, bool], str | None] = {}
 
-    def turns(self, wanted: Sequence[int]) -> Turns | int:
-        """Return the turns of the messages `wanted`, or the first one whose turn is unproved."""
+    def turns(self, numbers: Sequence[int]) -> Turns | int:
+        """Return the turns of the messages `numbers`, or the first one whose turn is unproved."""
         spans = list[tuple[int, int]]()
         rewritten = False
-        for i in wanted:
+        for i in numbers:
             is_last = i + 1 == len(self.messages)
             # a template that needed a sentinel once needs it again
             span = None if rewritten and not is_last else self._by_prefixes(i)

@@ -43,10 +43,10 @@ def label_text(label: int, head: ModelHead) -> str:
 
 
 class LabelReader:
-    """Reads rows of a source with labels. read: reads their texts."""
+    """Reads rows of a source with labels. read_texts: reads their texts."""
 
-    def __init__(self, source: TextSource, read: Reader):
-        self._source, self._read = source, read
+    def __init__(self, source: TextSource, read_texts: Reader):
+        self._source, self._read = source, read_texts
 
     def __call__(self, value: dict[str, Any], where: str) -> Document | AnswerPair:
         """Return the document, or the pair, of one row with its labels.

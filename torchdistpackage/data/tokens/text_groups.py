@@ -24,11 +24,13 @@ class TextGroupReader:
         problems = [f"no key {key!r}" for key in (ANCHOR, POSITIVE) if key not in value]
         if problems:
             problems[-1] += f"; there are {', '.join(value) or 'none'}"
-        given: object = value.get(NEGATIVES)
+        negatives_of_row: object = value.get(NEGATIVES)
         texts: dict[str, Any] = {key: value[key] for key in (ANCHOR, POSITIVE) if key in value}
-        if not isinstance(given, list | None):
-            problems.append(f"{NEGATIVES} is a {type(given).__name__}; it has to be a list")
-        elif len(negatives := cast(list[object], given or [])) != self._number:
+        if not isinstance(negatives_of_row, list | None):
+            problems.append(
+                f"{NEGATIVES} is a {type(negatives_of_row).__name__}; it has to be a list"
+            )
+        elif len(negatives := cast(list[object], negatives_of_row or [])) != self._number:
             problems.append(
                 f"{len(negatives)} {NEGATIVES}, but data.num_negatives is {self._number}; every "
                 f"line needs the same number, so add or remove some, or set num_negatives"

@@ -20,22 +20,22 @@ from torchdistpackage.errors import LayoutError
 class ParamGuards:
     """A guard that ties an optimizer to its module, if it has one, and to its parameters.
 
-    layouts: each with its memory. given: all parameters of the optimizer, frozen ones too.
+    layouts: each with its memory. specs: all parameters of the optimizer, frozen ones too.
     """
 
     def __init__(
         self,
         module: nn.Module | None,
         layouts: Iterable[tuple[FlatLayout, Tensor]],
-        given: Iterable[ParamSpec],
+        specs: Iterable[ParamSpec],
     ):
         self._module, self.handles = module, list[Removable]()
         self._layouts = [
             (flat, layout, [flat.element_size() * offset for offset in layout.offsets])
             for layout, flat in layouts
         ]
-        given = list(given)
-        trained_names = {id(s.parameter): s.name for s in given if s.parameter.requires_grad}
+        specs = list(specs)
+        trained_names = {id(s.parameter): s.name for s in specs if s.parameter.requires_grad}
         self._registered: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = [
             (m._parameters, key, p)
             for m in (() if module is None else module.modules())
@@ -44,7 +44,7 @@ class ParamGuards:
             if p is not None and id(p) in trained_names
         ]
         self._names = trained_names
-        self._frozen = [s for s in given if not s.parameter.requires_grad]
+        self._frozen = [s for s in specs if not s.parameter.requires_grad]
         self._cut = False
         self._end = finalize(self, remove_hooks, self.handles)
         self._end.atexit = False

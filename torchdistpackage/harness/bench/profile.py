@@ -165,8 +165,8 @@ def slowest(devices: Sequence[MeasuredDevice]) -> MeasuredDevice:
 
 
 def _longest(times: Sequence[tuple[float, float] | None]) -> tuple[float, float] | None:
-    known = [pair for pair in times if pair is not None]
-    return (max(x for x, _ in known), max(x for _, x in known)) if known else None
+    measured = [pair for pair in times if pair is not None]
+    return (max(x for x, _ in measured), max(x for _, x in measured)) if measured else None
 
 
 class Profile(_Measured):
