@@ -72,11 +72,11 @@ class ParityFinding:
 
 
 def first_difference(
-    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure = PARTS
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure = PARTS
 ) -> ParityFinding | None:
     """Return the first difference of the records of a layout from that of one process, or None.
 
-    axes: those with several ranks. by: how tensors are compared, and when they differ.
+    axes: those with several ranks. measure: how tensors are compared, and when they differ.
     """
     for rank, record in enumerate(ranks):
         if record.error:
@@ -84,7 +84,9 @@ def first_difference(
             line = record.error.removeprefix(f"{module}: ")
             return ParityFinding(module, ITS_STEP, None, rank, line, record.error_detail)
     looks = (_initial, _data, _forward, _loss, _grads, _dropout, _buffers, _norm, _weights)
-    return next((x for look in looks if (x := look(reference, ranks, axes, by)) is not None), None)
+    return next(
+        (x for look in looks if (x := look(reference, ranks, axes, measure)) is not None), None
+    )
 
 
 def _module_in(text: str, reference: ParityRecord) -> str:
@@ -106,7 +108,7 @@ def _worst(
     reference: Mapping[str, Tensor],
     by_rank: Iterable[Mapping[str, Tensor]],
     name: str,
-    by: Measure,
+    measure: Measure,
     noise: float = 0.0,
 ) -> tuple[float | None, int] | None:
     """Return the largest difference of the ranks' tensors of this name, and the rank; None: all
@@ -119,10 +121,10 @@ def _worst(
     differences: list[tuple[float, int]] = []
     for rank, tensors in enumerate(by_rank):
         if name in tensors:
-            gap = by.apart(tensors[name], reference[name])
+            gap = measure.apart(tensors[name], reference[name])
             differences.append((float("inf") if gap is None else gap, rank))
     worst, rank = max(differences, default=(0.0, 0))
-    if worst <= max(by.tolerance, noise):
+    if worst <= max(measure.tolerance, noise):
         return None
     return (None if worst == float("inf") else worst), rank
 
@@ -133,18 +135,20 @@ def _largest(tensors: Mapping[str, Tensor]) -> float:
 
 
 def _initial(
-    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
 ) -> ParityFinding | None:
     """Compare the initial weights."""
     for name in reference.initial:
-        if (worst := _worst(reference.initial, (r.initial for r in ranks), name, by)) is not None:
+        if (
+            worst := _worst(reference.initial, (r.initial for r in ranks), name, measure)
+        ) is not None:
             cause = "initial weights that a rank draws from a state of its own, or a wrong shard"
             return ParityFinding(_owner(name), f"the first weights ({name})", *worst, cause)
     return None
 
 
 def _data(
-    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
 ) -> ParityFinding | None:
     """Compare the samples that the ranks read."""
     if not reference.inputs or not any(record.inputs for record in ranks):
@@ -166,17 +170,19 @@ def _data(
 
 
 def _forward(
-    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
 ) -> ParityFinding | None:
     """Compare the outputs of modules, from the outermost inwards."""
-    wrong = {n: x for n in reference.modules if (x := _output(reference, ranks, n, by)) is not None}
+    wrong = {
+        n: x for n in reference.modules if (x := _output(reference, ranks, n, measure)) is not None
+    }
     if reference.results:
         # where what comes out is known, a module inside counts only if that differs
-        if (worst := _results(reference, ranks, by)) is None:
+        if (worst := _results(reference, ranks, measure)) is None:
             return None
         wrong[""] = worst
     # a part of a sum is as it should be; whether somebody adds it up, its parent shows
-    partial = {name for name in wrong if _is_partial(reference, ranks, name, by)}
+    partial = {name for name in wrong if _is_partial(reference, ranks, name, measure)}
     tops = [n for n in wrong if not any(_is_inside(n, x) for x in reference.modules if x != n)]
     if not tops:
         return None
@@ -185,39 +191,39 @@ def _forward(
         x for x in wrong if x not in partial and x != module and _level(x, module, reference)
     ]:
         # what is wrong because its inputs are, comes of its parent's own lines
-        right = [name for name in inner if _has_right_inputs(reference, ranks, name, by)]
+        right = [name for name in inner if _has_right_inputs(reference, ranks, name, measure)]
         if not right:
             break
         module = right[0]
     excess, rank = wrong[module]
     sums = any(_is_inside(name, module) for name in partial)
-    cause = _forward_cause(reference, ranks, module, axes, sums, by)
+    cause = _forward_cause(reference, ranks, module, axes, sums, measure)
     return ParityFinding(module or WHOLE_MODEL, "outputs", excess, rank, cause)
 
 
 def _results(
-    reference: ParityRecord, ranks: Sequence[ParityRecord], by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], measure: Measure
 ) -> tuple[float | None, int] | None:
     """Return how far the whole model's outputs are off, and on which rank; None: all are right."""
     for number, full in enumerate(reference.results):
-        gaps = (by.apart(record.results[number], full) for record in ranks)
+        gaps = (measure.apart(record.results[number], full) for record in ranks)
         differences = [(float("inf") if x is None else x, rank) for rank, x in enumerate(gaps)]
         worst, rank = max(differences)
-        if worst > by.tolerance:
+        if worst > measure.tolerance:
             return (None if worst == float("inf") else worst), rank
     return None
 
 
 def _has_right_inputs(
-    reference: ParityRecord, ranks: Sequence[ParityRecord], name: str, by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], name: str, measure: Measure
 ) -> bool:
     """Return True if the inputs of a module are right on all ranks."""
     by_rank = [r.modules[name].inputs for r in ranks if name in r.modules]
     full = reference.modules[name]
-    gaps = (_lists(inputs, full.inputs, by) for inputs in by_rank)
+    gaps = (_lists(inputs, full.inputs, measure) for inputs in by_rank)
     firsts = [x[0] for x in by_rank if x]
-    is_right = all(x is None or x <= by.tolerance for x in gaps)
-    return is_right and not _is_missing(firsts, full.inputs, by)
+    is_right = all(x is None or x <= measure.tolerance for x in gaps)
+    return is_right and not _is_missing(firsts, full.inputs, measure)
 
 
 def _is_inside(name: str, other: str) -> bool:
@@ -234,7 +240,7 @@ def _level(name: str, parent: str, reference: ParityRecord) -> bool:
 
 
 def _output(
-    reference: ParityRecord, ranks: Sequence[ParityRecord], name: str, by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], name: str, measure: Measure
 ) -> tuple[float | None, int] | None:
     """Return the largest difference of a module's outputs, and the rank; None: all fit."""
     differences: list[tuple[float, int]] = []
@@ -242,28 +248,30 @@ def _output(
         # a block that a border between stages cuts is not whole on either
         parts = (x for x in reference.modules if _is_inside(x, name))
         if name in record.modules and all(x in record.modules for x in parts):
-            gap = _lists(record.modules[name].outputs, reference.modules[name].outputs, by)
+            gap = _lists(record.modules[name].outputs, reference.modules[name].outputs, measure)
             if gap is not None:
                 differences.append((gap, rank))
     worst, rank = max(differences, default=(0.0, 0))
-    if worst > by.tolerance:
+    if worst > measure.tolerance:
         return worst, rank
-    if _is_missing(_first_outputs(ranks, name), reference.modules[name].outputs, by):
+    if _is_missing(_first_outputs(ranks, name), reference.modules[name].outputs, measure):
         return None, differences[-1][1]  # each is a part, and another one is on no rank
     return None
 
 
-def _is_missing(tensors: Sequence[Tensor], full: Sequence[Tensor], by: Measure) -> bool:
+def _is_missing(tensors: Sequence[Tensor], full: Sequence[Tensor], measure: Measure) -> bool:
     """Return True if the ranks hold parts of a tensor, and some part is on no rank."""
-    if not by.finds_parts:
+    if not measure.finds_parts:
         return False
-    parts = [x for x in tensors if full and by.apart(x, full[0]) is not None]
+    parts = [x for x in tensors if full and measure.apart(x, full[0]) is not None]
     return bool(parts) and len(parts) == len(tensors) and missing_place(parts, full[0])
 
 
-def _lists(tensors: Sequence[Tensor], reference: Sequence[Tensor], by: Measure) -> float | None:
+def _lists(
+    tensors: Sequence[Tensor], reference: Sequence[Tensor], measure: Measure
+) -> float | None:
     """Return the largest difference of tensors that can be compared."""
-    gaps = [by.apart(a, b) for a, b in zip(tensors, reference, strict=False)]
+    gaps = [measure.apart(a, b) for a, b in zip(tensors, reference, strict=False)]
     return max((x for x in gaps if x is not None), default=None)
 
 
@@ -274,7 +282,7 @@ def _first_outputs(ranks: Sequence[ParityRecord], name: str) -> list[Tensor]:
 
 
 def _is_partial(
-    reference: ParityRecord, ranks: Sequence[ParityRecord], name: str, by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], name: str, measure: Measure
 ) -> bool:
     """Return True if the ranks' outputs of a module add up to the whole one."""
     if name not in reference.modules:
@@ -285,7 +293,7 @@ def _is_partial(
     if not full[0].is_floating_point():
         return False
     total = sum((x.double() for x in outputs), start=0 * full[0].double())
-    return float((total - full[0]).abs().max()) <= by.tolerance * float(full[0].abs().max())
+    return float((total - full[0]).abs().max()) <= measure.tolerance * float(full[0].abs().max())
 
 
 def _forward_cause(
@@ -294,7 +302,7 @@ def _forward_cause(
     name: str,
     axes: Axes,
     sums: bool,
-    by: Measure,
+    measure: Measure,
 ) -> str:
     """Return the usual cause of wrong outputs.
 
@@ -302,7 +310,7 @@ def _forward_cause(
     """
     outputs = _first_outputs(ranks, name)
     all_equal = all(x.shape == outputs[0].shape and bool((x == outputs[0]).all()) for x in outputs)
-    if (sums and not all_equal) or _is_partial(reference, ranks, name, by):
+    if (sums and not all_equal) or _is_partial(reference, ranks, name, measure):
         return "parts of a sum that nobody adds up over the ranks"
     if sums:
         return "what belongs to a sum once is added on every rank, as a bias"
@@ -317,7 +325,7 @@ def _forward_cause(
 
 
 def _loss(
-    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
 ) -> ParityFinding | None:
     """Compare the losses."""
     losses_of_ranks = [record.losses for record in ranks if record.losses]
@@ -325,7 +333,7 @@ def _loss(
         return None
     mean = sum(losses[0] for losses in losses_of_ranks) / len(losses_of_ranks)
     gap = abs(mean - reference.losses[0]) / max(abs(reference.losses[0]), 1e-30)
-    if gap <= by.tolerance:
+    if gap <= measure.tolerance:
         return None
     ratio = mean / reference.losses[0] if reference.losses[0] else 0.0
     cause = "means of parts with unequal counts, whose mean is not that of the whole"
@@ -348,15 +356,15 @@ def _sizes(axes: Axes) -> list[int]:
 
 
 def _grads(
-    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
 ) -> ParityFinding | None:
     """Compare the gradients, without the effect of clipping."""
-    unclipped = _without_clipping(reference, ranks, by)
-    return _first_grad(reference, ranks if unclipped is None else unclipped, axes, by)
+    unclipped = _without_clipping(reference, ranks, measure)
+    return _first_grad(reference, ranks if unclipped is None else unclipped, axes, measure)
 
 
 def _without_clipping(
-    reference: ParityRecord, ranks: Sequence[ParityRecord], by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], measure: Measure
 ) -> Sequence[ParityRecord] | None:
     """Return the records with gradients from before clipping by the norm; None: clipping is not the
     cause.
@@ -364,14 +372,14 @@ def _without_clipping(
     One wrong gradient changes the norm, and so all gradients by one factor. If all differ, and some
     fit once that factor is taken out, the others are those that were wrong.
     """
-    noise = max(by.noise * _largest(reference.grads), by.least_noise)
+    noise = max(measure.noise * _largest(reference.grads), measure.least_noise)
     names = [name for name, x in reference.grads.items() if float(x.abs().max()) > noise]
 
     def wrong(kept_records: Sequence[ParityRecord]) -> list[str]:
         return [
             n
             for n in names
-            if _worst(reference.grads, (r.grads for r in kept_records), n, by, noise)
+            if _worst(reference.grads, (r.grads for r in kept_records), n, measure, noise)
         ]
 
     if len(wrong(ranks)) < len(names):
@@ -397,13 +405,13 @@ def _factor(tensor: Tensor, reference: Tensor) -> float:
 
 
 def _first_grad(
-    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
 ) -> ParityFinding | None:
     """Compare the gradients, from the loss backwards."""
     order = {name: place for place, name in enumerate(reference.modules)}
     names = sorted(reference.grads, key=lambda name: order.get(name.rpartition(".")[0], -1))
     # a gradient that is zero by nature, as of a bias of keys, is what rounding leaves of a sum
-    noise = max(by.noise * _largest(reference.grads), by.least_noise)
+    noise = max(measure.noise * _largest(reference.grads), measure.least_noise)
     for name in reversed(names):  # the backward comes to the last module first
         # ZeRO leaves a rank no whole gradient of any parameter
         held_by = [(i, r) for i, r in enumerate(ranks) if r.grads and name in r.initial]
@@ -412,7 +420,7 @@ def _first_grad(
             cause = "a parameter that no backward reaches on this rank"
             return ParityFinding(_owner(name), f"no gradient ({name})", None, missing[0], cause)
         if (
-            worst := _worst(reference.grads, (r.grads for r in ranks), name, by, noise)
+            worst := _worst(reference.grads, (r.grads for r in ranks), name, measure, noise)
         ) is not None:
             grads = [record.grads[name] for record in ranks if name in record.grads]
             cause = _grad_cause(reference.grads[name], grads, axes)
@@ -448,7 +456,7 @@ def _grad_cause(reference: Tensor, grads: Sequence[Tensor], axes: Axes) -> str:
 
 
 def _dropout(
-    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
 ) -> ParityFinding | None:
     """Compare the dropout masks of ranks along each axis."""
     shares = math.prod(size for axis, size in axes.items() if axis != "tensor")
@@ -477,18 +485,20 @@ def _dropout(
 
 
 def _buffers(
-    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
 ) -> ParityFinding | None:
     """Compare the buffers."""
     for name in reference.buffers:
-        if (worst := _worst(reference.buffers, (r.buffers for r in ranks), name, by)) is not None:
+        if (
+            worst := _worst(reference.buffers, (r.buffers for r in ranks), name, measure)
+        ) is not None:
             cause = "a buffer that is not reduced over the ranks"
             return ParityFinding(_owner(name), f"a buffer ({name})", *worst, cause)
     return None
 
 
 def _norm(
-    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
 ) -> ParityFinding | None:
     """Compare the gradient norms."""
     for rank, record in enumerate(ranks):
@@ -501,15 +511,15 @@ def _norm(
 
 
 def _weights(
-    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, by: Measure
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
 ) -> ParityFinding | None:
     """Compare the weights after the last step."""
-    least, largest = by.noise * _largest(reference.grads), _largest(reference.weights)
+    least, largest = measure.noise * _largest(reference.grads), _largest(reference.weights)
     for name in reference.weights:
         # an optimizer that divides by the size of a gradient makes steps of its rounding
         is_noise = name in reference.grads and float(reference.grads[name].abs().max()) <= least
-        noise = by.tolerance * largest if is_noise else 0.0
-        worst = _worst(reference.weights, (r.weights for r in ranks), name, by, noise)
+        noise = measure.tolerance * largest if is_noise else 0.0
+        worst = _worst(reference.weights, (r.weights for r in ranks), name, measure, noise)
         if worst is not None:
             cause = "an optimizer or a clipping that computes over a part, as by a norm of its own"
             return ParityFinding(_owner(name), f"weights after the steps ({name})", *worst, cause)

@@ -29,7 +29,7 @@ from torchdistpackage.predict.calls import ITEM_BYTES, Microbatch
 
 
 def layer_numbers(
-    shape: GPTShape, held_pieces: Sequence[int], of: Microbatch
+    shape: GPTShape, held_pieces: Sequence[int], batch: Microbatch
 ) -> Iterator[LayerNumbers]:
     """Yield the numbers of each piece of a stage, each half of a block with its norm."""
     names = pieces(shape)
@@ -37,18 +37,18 @@ def layer_numbers(
     for at, index in enumerate(held_pieces):
         name = names[index]
         if name in (EMBED, HEAD):
-            yield replace(_end(shape, name, of), layer=name)
+            yield replace(_end(shape, name, batch), layer=name)
             continue
         # its block ends here, so that nothing is computed again to have its last sum
         follows = names[held_pieces[at + 1]] if at + 1 < len(held_pieces) else ""
         is_last = name.rpartition(".")[0] != follows.rpartition(".")[0]
-        half = _half(shape, kind_of(shape, name), of, again=of.drops or not is_last)
+        half = _half(shape, kind_of(shape, name), batch, again=batch.drops or not is_last)
         previous = names[held_pieces[at - 1]] if at else ""
-        if of.recomputed:
+        if batch.recomputed:
             is_first = name.rpartition(".")[0] != previous.rpartition(".")[0]
-            half = replace(half, kept=_block_input(shape, of) if is_first else {})
+            half = replace(half, kept=_block_input(shape, batch) if is_first else {})
         if not has_tables and name.endswith(ATTENTION):
-            half |= numbers.rotary(of, shape.head_dim)
+            half |= numbers.rotary(batch, shape.head_dim)
             has_tables = True
         yield replace(half, layer=name)
 
@@ -72,25 +72,25 @@ def flops_per_token(shape: GPTShape) -> float:
     return (1 + BACKWARD_PER_FORWARD) * sum(piece_costs(shape))
 
 
-def _block_input(shape: GPTShape, of: Microbatch) -> dict[str, int]:
-    rows = CallPlace(of, shape.sequence_parallel).rows
-    return {"input of the block": rows * shape.dim * ITEM_BYTES[of.stream]}
+def _block_input(shape: GPTShape, batch: Microbatch) -> dict[str, int]:
+    rows = CallPlace(batch, shape.sequence_parallel).rows
+    return {"input of the block": rows * shape.dim * ITEM_BYTES[batch.stream]}
 
 
-def _end(shape: GPTShape, name: str, of: Microbatch) -> LayerNumbers:
-    place, dim = CallPlace(of, shape.sequence_parallel), shape.dim
+def _end(shape: GPTShape, name: str, batch: Microbatch) -> LayerNumbers:
+    place, dim = CallPlace(batch, shape.sequence_parallel), shape.dim
     if name == EMBED:
         end = numbers.embedding(place, dim)
         end |= _mask(place, dim)
-        return replace(end, is_exact=not (of.drops or of.has_positions))
+        return replace(end, is_exact=not (batch.drops or batch.has_positions))
     weight = piece_layouts(shape, name)["weight"]
     return numbers.norm(place, dim, shape.norm) | numbers.head(place, weight, dim)
 
 
 @lru_cache(maxsize=256)
-def _half(shape: GPTShape, kind: str, of: Microbatch, again: bool) -> LayerNumbers:
+def _half(shape: GPTShape, kind: str, batch: Microbatch, again: bool) -> LayerNumbers:
     """Count each kind of half once for all blocks."""
-    place = CallPlace(of, shape.sequence_parallel, 2 if of.recomputed else 1)
+    place = CallPlace(batch, shape.sequence_parallel, 2 if batch.recomputed else 1)
     norm, cuts = numbers.norm(place, shape.dim, shape.norm), kind_layouts(shape, kind)
     if kind == ATTENTION:
         layer = numbers.attention(
@@ -108,7 +108,9 @@ def _half(shape: GPTShape, kind: str, of: Microbatch, again: bool) -> LayerNumbe
     else:
         gated = shape.mlp == "swiglu"
         layer = numbers.mlp(place, _inside(cuts, "mlp"), shape.dim, gated, again)
-    return norm | _mask(place, shape.dim) | replace(layer, is_exact=layer.is_exact and not of.drops)
+    return (
+        norm | _mask(place, shape.dim) | replace(layer, is_exact=layer.is_exact and not batch.drops)
+    )
 
 
 def _mask(place: CallPlace, dim: int) -> LayerNumbers:

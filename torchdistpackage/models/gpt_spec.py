@@ -61,10 +61,12 @@ class GPTSpec:
     def refusals(self, use: ModelUse) -> list[tuple[str, str]]:
         return []  # config/rules_model.py knows all of them
 
-    def layer_numbers(self, held_pieces: Sequence[int], of: Microbatch) -> tuple[LayerNumbers, ...]:
-        return tuple(gpt_numbers.layer_numbers(self.shape, held_pieces, of))
+    def layer_numbers(
+        self, held_pieces: Sequence[int], batch: Microbatch
+    ) -> tuple[LayerNumbers, ...]:
+        return tuple(gpt_numbers.layer_numbers(self.shape, held_pieces, batch))
 
-    def uncounted(self, of: Microbatch) -> str | None:
+    def uncounted(self, batch: Microbatch) -> str | None:
         return None
 
     def goes_with(self) -> tuple[tuple[str, str], ...]:

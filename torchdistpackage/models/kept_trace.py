@@ -79,43 +79,43 @@ class TracedSpec:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.spec, name)
 
-    def layer_numbers(self, held: Sequence[int], of: Microbatch) -> tuple[LayerNumbers, ...]:
+    def layer_numbers(self, held: Sequence[int], batch: Microbatch) -> tuple[LayerNumbers, ...]:
         """Return the numbers of the layers, with their kept bytes."""
-        return tuple(self._stated(x, of) for x in self.spec.layer_numbers(held, of))
+        return tuple(self._stated(x, batch) for x in self.spec.layer_numbers(held, batch))
 
-    def _stated(self, layer: LayerNumbers, of: Microbatch) -> LayerNumbers:
-        traced = self.lines[layer.layer].at(of.rows)
+    def _stated(self, layer: LayerNumbers, batch: Microbatch) -> LayerNumbers:
+        traced = self.lines[layer.layer].at(batch.rows)
         kept = {"activations": traced.kept, "logits": traced.logits}
-        if of.recomputed and layer.layer not in ("embedding", "head"):
-            item = torch.empty(0, dtype=getattr(torch, of.stream)).element_size()
-            kept = {"input of the block": of.rows * self.shape.dim * item}
+        if batch.recomputed and layer.layer not in ("embedding", "head"):
+            item = torch.empty(0, dtype=getattr(torch, batch.stream)).element_size()
+            kept = {"input of the block": batch.rows * self.shape.dim * item}
         kept = {key: int(num_bytes) for key, num_bytes in kept.items() if num_bytes}
         return replace(layer, kept=kept, is_exact=True, temporary=int(traced.temporary))
 
 
-def traced(spec: ModelSpec, of: Microbatch) -> TracedSpec | str:
-    """Return the spec with what its layers keep of micro-batches like `of`, whatever their number
-    of samples; or why they cannot run without numbers.
+def traced(spec: ModelSpec, batch: Microbatch) -> TracedSpec | str:
+    """Return the spec with what its layers keep of micro-batches like `batch`, for any number of
+    samples; or why they cannot run without numbers.
 
     Raises:
         NotAvailableError: transformers is not installed, or too old.
     """
     shape = cast(TransformersShape, spec.shape)
     try:
-        return _traced(spec, shape, of)
+        return _traced(spec, shape, batch)
     except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError) as error:
         return f"activations of {shape.class_name} are not counted: without numbers, {error}"
 
 
-def _traced(spec: ModelSpec, shape: TransformersShape, of: Microbatch) -> TracedSpec:
+def _traced(spec: ModelSpec, shape: TransformersShape, batch: Microbatch) -> TracedSpec:
     number = shape.sizes.layers
     kinds = [_kind(part.parameters) for part in parts(shape, "tensor")[1:-1]]
     # a block of the whole model, for each kind; the first and the last stand in where there are few
     inner = {kind: i for i, kind in enumerate(kinds) if 0 < i < number - 1}
-    blocks = {kind: _line(spec, shape, of, i) for kind, i in inner.items()}
-    ends = {i: _line(spec, shape, of, i) for i in {0, number - 1}}
+    blocks = {kind: _line(spec, shape, batch, i) for kind, i in inner.items()}
+    ends = {i: _line(spec, shape, batch, i) for i in {0, number - 1}}
     lines = {f"{shape.kind.blocks}.{i}": blocks.get(x) or ends[i] for i, x in enumerate(kinds)}
-    nothing = _Line(_NOTHING, _NOTHING, of.tokens)
+    nothing = _Line(_NOTHING, _NOTHING, batch.tokens)
     first, last = (blocks.get(kinds[i]) for i in (0, -1))
     lines["embedding"] = nothing if first is None else ends[0].minus(first)
     lines["head"] = nothing if last is None else ends[number - 1].minus(last)
@@ -130,26 +130,28 @@ def _kind(parameters: Mapping[str, Any]) -> Hashable:
     return tuple(zip(short, shapes, strict=True))
 
 
-def _line(spec: ModelSpec, shape: TransformersShape, of: Microbatch, index: int) -> _Line:
+def _line(spec: ModelSpec, shape: TransformersShape, batch: Microbatch, index: int) -> _Line:
     """Trace one block, with what stands before or behind it."""
     with FakeTensorMode():
         module = resolve(spec.module)(
             shape,
             pieces=range(index, index + 1),
-            dtype=getattr(torch, of.stream),
+            dtype=getattr(torch, batch.stream),
         )
-        one, two = (_run(module, shape, replace(of, samples=n), index) for n in (1, 2))
-    return _Line(one, two, of.tokens)
+        one, two = (_run(module, shape, replace(batch, samples=n), index) for n in (1, 2))
+    return _Line(one, two, batch.tokens)
 
 
-def _run(module: Any, shape: TransformersShape, of: Microbatch, index: int) -> TracedBytes:
+def _run(module: Any, shape: TransformersShape, batch: Microbatch, index: int) -> TracedBytes:
     """Run a stage of one block forward and backward."""
-    dtype, live = getattr(torch, of.stream), LiveBytes()
-    ids = torch.zeros(of.samples, of.tokens, dtype=torch.int64)
+    dtype, live = getattr(torch, batch.stream), LiveBytes()
+    ids = torch.zeros(batch.samples, batch.tokens, dtype=torch.int64)
     x = ids
     if index:
-        x = torch.empty(of.samples, of.tokens, shape.dim, dtype=dtype, requires_grad=True)
-    narrow = torch.autocast("cpu", getattr(torch, of.products), enabled=of.products != of.stream)
+        x = torch.empty(batch.samples, batch.tokens, shape.dim, dtype=dtype, requires_grad=True)
+    narrow = torch.autocast(
+        "cpu", getattr(torch, batch.products), enabled=batch.products != batch.stream
+    )
     model = {s._cdata for s in storages_of((*module.parameters(), *module.buffers()))}
     is_last = index == shape.sizes.layers - 1
     # on fake tensors transformers repeats keys and values, which kernels read as they are
@@ -167,7 +169,7 @@ def _run(module: Any, shape: TransformersShape, of: Microbatch, index: int) -> T
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
         stay = model | {s._cdata for s in storages_of(gradients)}
         largest = max((g.nbytes for g in gradients), default=0)
-    wide = of.samples * of.tokens * shape.sizes.vocab
+    wide = batch.samples * batch.tokens * shape.sizes.vocab
     logits = sum(n for n in kept.values() if n in (2 * wide, 4 * wide)) if is_last else 0
     num_kept = sum(n for key, n in kept.items() if key not in output)
     peak = sum(n for key, n in live.at_peak.items() if key not in stay)

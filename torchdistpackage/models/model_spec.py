@@ -152,13 +152,15 @@ class ModelSpec(Protocol):
         """
         ...
 
-    def layer_numbers(self, held_pieces: Sequence[int], of: Microbatch) -> tuple[LayerNumbers, ...]:
+    def layer_numbers(
+        self, held_pieces: Sequence[int], batch: Microbatch
+    ) -> tuple[LayerNumbers, ...]:
         """Return what each layer of a stage with `held_pieces` sends over tensor and expert
         ranks, computes and keeps for one micro-batch. A stage with the head counts the loss too.
         """
         ...
 
-    def uncounted(self, of: Microbatch) -> str | None:
+    def uncounted(self, batch: Microbatch) -> str | None:
         """Return why the calls cannot be counted before a run, or None."""
         ...
 

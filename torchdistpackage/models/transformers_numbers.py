@@ -31,7 +31,7 @@ from torchdistpackage.predict.kernels import Matmul
 
 
 def layer_numbers(
-    shape: TransformersShape, held_pieces: Sequence[int], of: Microbatch
+    shape: TransformersShape, held_pieces: Sequence[int], batch: Microbatch
 ) -> Iterator[LayerNumbers]:
     """Yield the numbers of the blocks of one stage, and of the embedding and the head where they
     go. What a layer keeps is not stated: the modules are transformers' own."""
@@ -41,21 +41,21 @@ def layer_numbers(
     # with adapters gradients begin at the first of them
     has_grad = shape.lora is None
     if has_first:
-        calls = tuple(_embedding_calls(shape, embed, of, has_grad))
+        calls = tuple(_embedding_calls(shape, embed, batch, has_grad))
         yield LayerNumbers("embedding", calls)
     for index, (block, part) in enumerate(zip(blocks, block_parts, strict=True)):
         if index in held_pieces:
-            calls = tuple(_block(shape, block, part.parameters, of, has_grad))
-            matmuls = (*_matmuls(part.parameters, of), *_scores(shape, block, of))
+            calls = tuple(_block(shape, block, part.parameters, batch, has_grad))
+            matmuls = (*_matmuls(part.parameters, batch), *_scores(shape, block, batch))
             yield LayerNumbers(f"{shape.kind.blocks}.{index}", calls, matmuls, is_exact=False)
         has_grad |= bool(_adapted(block))
     if has_last:
-        calls = tuple(_head_calls(shape, head, of, has_grad))
+        calls = tuple(_head_calls(shape, head, batch, has_grad))
         vocab = shape.sizes.vocab if shape.head is None else shape.head.num_outputs
         if shape.kind.splits_head:
-            vocab = even_share(vocab, of.tensor, of.index)[1]
+            vocab = even_share(vocab, batch.tensor, batch.index)[1]
         adapters = {name: w for name, w in behind.parameters.items() if is_adapter(name)}
-        matmuls = (Matmul(of.rows, vocab, shape.sizes.dim), *_matmuls(adapters, of))
+        matmuls = (Matmul(batch.rows, vocab, shape.sizes.dim), *_matmuls(adapters, batch))
         yield LayerNumbers("head", calls, matmuls, is_exact=False)
 
 
@@ -78,57 +78,57 @@ def flops_per_token(shape: TransformersShape) -> float:
     return both - sum(piece_costs(replace(shape, lora=None, seq_len=0))) + of_head
 
 
-def _matmuls(parameters: Mapping[str, Weight], of: Microbatch) -> Iterator[Matmul]:
+def _matmuls(parameters: Mapping[str, Weight], batch: Microbatch) -> Iterator[Matmul]:
     """Yield the matmuls of all matrices; for experts, those of the tokens that a mean rank gets."""
     for w in parameters.values():
         if len(w.layout.shape) >= 2:
-            *experts, width, terms = on_rank(w.layout, of)
-            yield Matmul(of.rows * w.share, width, terms, math.prod(experts))
+            *experts, width, terms = on_rank(w.layout, batch)
+            yield Matmul(batch.rows * w.share, width, terms, math.prod(experts))
 
 
-def _scores(shape: TransformersShape, table: SplitTable, of: Microbatch) -> Iterator[Matmul]:
+def _scores(shape: TransformersShape, table: SplitTable, batch: Microbatch) -> Iterator[Matmul]:
     """Yield the matmuls of scores and values, over the whole sequence."""
     heads = shape.sizes.heads
     for cut in table.attention.values():
-        heads = cut.queries.head_range(of.tensor, of.index)[1]
+        heads = cut.queries.head_range(batch.tensor, batch.index)[1]
     width = shape.sizes.head_dim
-    yield Matmul(of.tokens, shape.seq_len, width, of.samples * heads)
-    yield Matmul(of.tokens, width, shape.seq_len, of.samples * heads)
+    yield Matmul(batch.tokens, shape.seq_len, width, batch.samples * heads)
+    yield Matmul(batch.tokens, width, shape.seq_len, batch.samples * heads)
 
 
 def _embedding_calls(
-    shape: TransformersShape, table: SplitTable, of: Microbatch, has_grad: bool
+    shape: TransformersShape, table: SplitTable, batch: Microbatch, has_grad: bool
 ) -> Iterator[CallCount]:
-    if of.tensor == 1:
+    if batch.tensor == 1:
         return
-    yield from _tables(table, of)
+    yield from _tables(table, batch)
     if shape.sequence_parallel:  # the first block takes its part
-        place = CallPlace(of, shape.sequence_parallel)
-        yield place.shared_sequence(shape.dim, of.stream, has_grad)
+        place = CallPlace(batch, shape.sequence_parallel)
+        yield place.shared_sequence(shape.dim, batch.stream, has_grad)
 
 
 def _head_calls(
-    shape: TransformersShape, table: SplitTable, of: Microbatch, has_grad: bool
+    shape: TransformersShape, table: SplitTable, batch: Microbatch, has_grad: bool
 ) -> Iterator[CallCount]:
-    if of.tensor == 1:
+    if batch.tensor == 1:
         return
-    place = CallPlace(of, shape.sequence_parallel)
+    place = CallPlace(batch, shape.sequence_parallel)
     if shape.sequence_parallel:
-        yield place.joined_sequence(shape.dim, of.stream)
-    yield from _layers(table, CallPlace(of, False), has_grad=has_grad)
-    yield from _tables(table, of)
+        yield place.joined_sequence(shape.dim, batch.stream)
+    yield from _layers(table, CallPlace(batch, False), has_grad=has_grad)
+    yield from _tables(table, batch)
     if shape.kind.splits_head:
         yield from place.loss()
 
 
-def problem(shape: TransformersShape, of: Microbatch) -> str | None:
+def problem(shape: TransformersShape, batch: Microbatch) -> str | None:
     """Return why the calls cannot be counted, or None."""
     if shape.kind.order(shape.settings).is_listed:
         return None
     name = shape.class_name
-    if of.tensor > 1 and shape.lora is not None:
+    if batch.tensor > 1 and shape.lora is not None:
         return f"which gradients adapters of a {name} need is known once it runs"
-    if of.recomputed:
+    if batch.recomputed:
         return f"what is computed again of a {name} is known once it runs"
     return None
 
@@ -137,28 +137,28 @@ def _block(
     shape: TransformersShape,
     table: SplitTable,
     parameters: Mapping[str, Weight],
-    of: Microbatch,
+    batch: Microbatch,
     has_grad: bool,
 ) -> Iterator[CallCount]:
     """Yield the calls of one block. has_grad: whether its input has a gradient."""
-    forward = 2 if of.recomputed and (has_grad or _adapted(table)) else 1
-    place, dim = CallPlace(of, shape.sequence_parallel, forward), shape.dim
+    forward = 2 if batch.recomputed and (has_grad or _adapted(table)) else 1
+    place, dim = CallPlace(batch, shape.sequence_parallel, forward), shape.dim
     top_k = shape.kind.top_k
-    if of.tensor > 1:
+    if batch.tensor > 1:
         order = shape.kind.order(shape.settings)
-        again = of.drops or order.ends_in_norm
+        again = batch.drops or order.ends_in_norm
         yield from _layers(table, place, again, has_grad, order.is_parallel)
         for _ in table.experts:
-            yield from place.experts(dim, top_k, (of.stream, of.products, of.products))
+            yield from place.experts(dim, top_k, (batch.stream, batch.products, batch.products))
     if not shape.kind.shared_experts:
         return
     if any("expert" in w.layout.split_axes for w in parameters.values()):
-        dtypes = of.stream, of.products
-        if of.expert > 1:
+        dtypes = batch.stream, batch.products
+        if batch.expert > 1:
             num = shape.kind.shared_experts
-            yield from dispatch(of, num, top_k, dim, dtypes, forward)
-        if of.tensor > 1:
-            weights = of.losses if shape.family in WIDE_WEIGHTS else of.products
+            yield from dispatch(batch, num, top_k, dim, dtypes, forward)
+        if batch.tensor > 1:
+            weights = batch.losses if shape.family in WIDE_WEIGHTS else batch.products
             yield from place.experts(dim, top_k, (*dtypes, weights), again=True)
 
 
@@ -174,7 +174,7 @@ def _layers(
     the input has a gradient. is_parallel: all column layers read the block's input, without what
     row layers before them add.
     """
-    of, adapted = place.of, _adapted(table)
+    batch, adapted = place.of, _adapted(table)
     shared, entered = table.shared_inputs(table.layers, adapted), set[str]()
     input_grads, output_grads = _gradients(table, adapted, has_grad, is_parallel)
     # what is computed again ends with what the last gradient needs
@@ -186,17 +186,17 @@ def _layers(
         is_behind |= path == last
         if cut.kind in ("column", "joined"):
             if cut.entrance not in shared:
-                yield from here.column(_width(cut, inputs=True), of.products, input_grads[path])
+                yield from here.column(_width(cut, inputs=True), batch.products, input_grads[path])
             elif cut.entrance not in entered:
                 entered.add(cut.entrance)
-                yield from here.column(_width(cut, inputs=True), of.stream, input_grads[path])
+                yield from here.column(_width(cut, inputs=True), batch.stream, input_grads[path])
         if cut.kind == "row":
             is_needed = again or path not in rows[-1:]
             yield from here.row(
-                _width(cut, inputs=False), of.products, is_needed, output_grads[path]
+                _width(cut, inputs=False), batch.products, is_needed, output_grads[path]
             )
         elif cut.kind == "joined":
-            yield from here.joined(_part(cut.weight, int(cut.transposed), of), of.products)
+            yield from here.joined(_part(cut.weight, int(cut.transposed), batch), batch.products)
 
 
 def _gradients(
@@ -223,21 +223,21 @@ def _adapted(table: SplitTable) -> frozenset[str]:
     return frozenset(path.rpartition(".lora_")[0] for path in factors)
 
 
-def _tables(table: SplitTable, of: Microbatch) -> Iterator[CallCount]:
+def _tables(table: SplitTable, batch: Microbatch) -> Iterator[CallCount]:
     """Yield the calls of embeddings, before the sequence is shared."""
     for cut in table.layers.values():
         if cut.kind == "vocab":
-            yield from CallPlace(of, False).row(cut.weight.shape[1], of.stream)
+            yield from CallPlace(batch, False).row(cut.weight.shape[1], batch.stream)
         elif cut.kind == "feature":
-            rows = of.tokens if cut.once and not of.has_positions else of.rows
-            num = rows * _part(cut.weight, 1, of)
-            yield CallCount("tensor", "all_gather", num, of.stream, "columns of an embedding")
+            rows = batch.tokens if cut.once and not batch.has_positions else batch.rows
+            num = rows * _part(cut.weight, 1, batch)
+            yield CallCount("tensor", "all_gather", num, batch.stream, "columns of an embedding")
 
 
 def _width(cut: LayerCut, *, inputs: bool) -> int:
     return cut.weight.shape[int(inputs != cut.transposed)]
 
 
-def _part(layout: Layout, dim: int, of: Microbatch) -> int:
+def _part(layout: Layout, dim: int, batch: Microbatch) -> int:
     """Return the size of this rank's slice along a dim."""
-    return on_rank(layout, of)[dim]
+    return on_rank(layout, batch)[dim]

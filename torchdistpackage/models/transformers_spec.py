@@ -65,11 +65,13 @@ class TransformersSpec:
     def refusals(self, use: ModelUse) -> list[tuple[str, str]]:
         return transformers_refusals.refusals(self.shape, use)
 
-    def layer_numbers(self, held_pieces: Sequence[int], of: Microbatch) -> tuple[LayerNumbers, ...]:
-        return tuple(transformers_numbers.layer_numbers(self.shape, held_pieces, of))
+    def layer_numbers(
+        self, held_pieces: Sequence[int], batch: Microbatch
+    ) -> tuple[LayerNumbers, ...]:
+        return tuple(transformers_numbers.layer_numbers(self.shape, held_pieces, batch))
 
-    def uncounted(self, of: Microbatch) -> str | None:
-        return transformers_numbers.problem(self.shape, of)
+    def uncounted(self, batch: Microbatch) -> str | None:
+        return transformers_numbers.problem(self.shape, batch)
 
     def goes_with(self) -> tuple[tuple[str, str], ...]:
         return transformers_refusals.goes_with(self.shape)

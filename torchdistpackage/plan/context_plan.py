@@ -18,25 +18,25 @@ def context_text(plan: Plan, ranks_per_node: int | None) -> str | None:
     size, model = plan.topology.dense.axis_size("context"), plan.model
     if size == 1 or model is None:
         return None
-    of, layers = _attention(plan), _heads(model.shape)[3]
+    batch, layers = _attention(plan), _heads(model.shape)[3]
     near = _near(plan, ranks_per_node)
     requested = plan.cp_comm_type
-    choice = choose(of, size, ranks_per_node=near)
+    choice = choose(batch, size, ranks_per_node=near)
     comm_type = choice.comm_type if requested == "auto" else requested
     per_step = layers * plan.rounds * plan.schedule.num_microbatches
     lines = [
         f"context            {comm_type}{' (auto)' if requested == 'auto' else ''}, {size} ranks"
     ]
     lines.append("                   sent by the busiest rank, forward + backward, in a step:")
-    inner = default_a2a_size(size, of.heads, of.kv_heads, near)
+    inner = default_a2a_size(size, batch.heads, batch.kv_heads, near)
     for way, spec in EXCHANGES.items():
         ranks = spec.swap_size(size, inner)
         if spec.swap == "blocks" and not 1 < ranks < size:
             continue
-        if spec.heads_problem(of.heads, of.kv_heads, size if spec.swap == "none" else ranks):
+        if spec.heads_problem(batch.heads, batch.kv_heads, size if spec.swap == "none" else ranks):
             lines.append(f"  {way:<16} heads cannot be shared")
         else:
-            sent = traffic(of, size, way, a2a_size=ranks)
+            sent = traffic(batch, size, way, a2a_size=ranks)
             one, back = (size_text(per_step * x) for x in (sent.forward, sent.backward))
             lines.append(f"  {way:<16} {one} + {back}")
     if ranks_per_node is not None:
@@ -51,13 +51,13 @@ def context_text(plan: Plan, ranks_per_node: int | None) -> str | None:
 
 def attention_of_rank(plan: Plan) -> tuple[str, AttentionSize, int]:
     """Return (way, one attention of a rank, number of ranks that exchange heads)."""
-    size, of = plan.topology.dense.axis_size("context"), _attention(plan)
+    size, batch = plan.topology.dense.axis_size("context"), _attention(plan)
     way = plan.cp_comm_type
-    inner = default_a2a_size(size, of.heads, of.kv_heads, None)
+    inner = default_a2a_size(size, batch.heads, batch.kv_heads, None)
     if way == "auto":
-        choice = choose(of, size)
+        choice = choose(batch, size)
         way, inner = choice.comm_type, choice.a2a_size
-    return way, of, EXCHANGES[way].swap_size(size, inner)
+    return way, batch, EXCHANGES[way].swap_size(size, inner)
 
 
 def _attention(plan: Plan) -> AttentionSize:

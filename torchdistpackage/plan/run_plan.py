@@ -137,8 +137,8 @@ class Plan:
         """Return the groups that a rank makes before its first step, in order; for a user's own
         model, only those of the axes.
         """
-        place = self.topology.dense.coord(rank)["pipe"]
-        kinds = self._kinds_of_layouts.get(place, ())
+        pipe_index = self.topology.dense.coord(rank)["pipe"]
+        kinds = self._kinds_of_layouts.get(pipe_index, ())
         return creations(self.topology, rank, sums=kinds, num_data=self.zero_group)
 
     @cached_property
@@ -146,10 +146,10 @@ class Plan:
         """One layout of each kind that makes different groups, by pipe index."""
         by_place: dict[int, dict[object, Layout]] = {}
         for x in self.layouts.values():
-            for place in x.stages:
+            for pipe_index in x.stages:
                 key = x.view, x.split, x.unreduced, x.stages, x.heads
-                by_place.setdefault(place, {}).setdefault(key, x)
-        return {place: list(kinds.values()) for place, kinds in by_place.items()}
+                by_place.setdefault(pipe_index, {}).setdefault(key, x)
+        return {pipe_index: list(kinds.values()) for pipe_index, kinds in by_place.items()}
 
     @property
     def bucket_bytes(self) -> int:
@@ -427,8 +427,8 @@ def rank_memory(
     """Return the memory of a rank with these parameters, with NCCL's communicators on a GPU."""
     estimate = memory(plan.config, plan.topology, layouts, rank, plan.packed)
     if plan.teacher is not None:
-        place, every = plan.topology.dense.coord(rank)["pipe"], plan.teacher.layouts.values()
-        frozen = [x for x in every if not x.stages or place in x.stages]
+        pipe_index, every = plan.topology.dense.coord(rank)["pipe"], plan.teacher.layouts.values()
+        frozen = [x for x in every if not x.stages or pipe_index in x.stages]
         estimate = with_frozen(estimate, plan.teacher.config, plan.topology, frozen, rank)
     if not on_gpu:
         return estimate

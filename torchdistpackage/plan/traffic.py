@@ -78,11 +78,11 @@ def traffic(plan: Plan, rank: int) -> tuple[CallCount, ...]:
     assert plan.model is not None
     calls = [*_gradients(plan, rank), *_messages(plan, rank), *_statistics(plan)]
     times = plan.rounds * plan.schedule.num_microbatches
-    place, of = plan.topology.dense.coord(rank)["pipe"], microbatch(plan, rank)
-    layers = list(_attentions(plan, rank, of))
+    pipe_index, batch = plan.topology.dense.coord(rank)["pipe"], microbatch(plan, rank)
+    layers = list(_attentions(plan, rank, batch))
     # the reference of pairs goes forward before each pass
-    passes = (of, of.forward_alone) if plan.config.has_reference else (of,)
-    for stage in plan.schedule.stages_of(place):
+    passes = (batch, batch.forward_alone) if plan.config.has_reference else (batch,)
+    for stage in plan.schedule.stages_of(pipe_index):
         for each in passes:
             for layer in plan.model.layer_numbers(plan.stages[stage], each):
                 layers += layer.calls
@@ -90,10 +90,10 @@ def traffic(plan: Plan, rank: int) -> tuple[CallCount, ...]:
         data, context = plan.config.data, plan.config.parallel.context
         if (data.is_preference or data.is_pairs) and is_last and context > 1:
             text = "log-probabilities of answers and their tokens"
-            number, count = 2 * of.samples, len(passes)
+            number, count = 2 * batch.samples, len(passes)
             if data.head is not None:
-                text, number = "rewards of answers, their margins and counts", 3 * of.samples
-            layers.append(CallCount("context", "all_reduce", number, of.losses, text, count))
+                text, number = "rewards of answers, their margins and counts", 3 * batch.samples
+            layers.append(CallCount("context", "all_reduce", number, batch.losses, text, count))
     calls += (call.times(times) for call in layers)
     return merged(x if x.ranks else _placed(plan, rank, x) for x in calls)
 
@@ -288,11 +288,11 @@ def _owners(summed: list[_Summed]) -> list[int]:
 
 
 def _summed(plan: Plan, rank: int) -> list[_Summed]:
-    place, view = plan.topology.dense.coord(rank)["pipe"], plan.topology.view
+    pipe_index, view = plan.topology.dense.coord(rank)["pipe"], plan.topology.view
     layouts = [
         x
         for x in plan.layouts.values()
-        if (not x.stages or place in x.stages) and _has_gradient(plan, x.name)
+        if (not x.stages or pipe_index in x.stages) and _has_gradient(plan, x.name)
     ]
     groups: dict[Hashable, _Group] = {}
     group_of: dict[Hashable, _Group | None] = {}
@@ -360,20 +360,22 @@ def _axes_of(mesh: Mesh, ranks: tuple[int, ...]) -> str:
 
 def _messages(plan: Plan, rank: int) -> Iterator[CallCount]:
     """Yield the messages between stages: activations forward, and their gradients back."""
-    of = microbatch(plan, rank)
+    batch = microbatch(plan, rank)
     schedules = [plan.schedule]
     if plan.config.has_reference:  # which goes forward alone
         schedules.append(evaluation(plan.schedule, plan.config.pipeline.microbatches))
-    place = plan.topology.dense.coord(rank)["pipe"]
-    actions = (action for each in schedules for action in flatten(each.programs[place]))
+    pipe_index = plan.topology.dense.coord(rank)["pipe"]
+    actions = (action for each in schedules for action in flatten(each.programs[pipe_index]))
     number = sum(action.kind.is_send for action in actions) * plan.rounds
     assert plan.shape is not None
-    num = of.rows * plan.shape.dim // (of.tensor if plan.shape.sequence_parallel else 1)
+    num = batch.rows * plan.shape.dim // (batch.tensor if plan.shape.sequence_parallel else 1)
     if number:
-        yield CallCount("pipe", "send", num, of.stream, "activations and their gradients", number)
+        yield CallCount(
+            "pipe", "send", num, batch.stream, "activations and their gradients", number
+        )
 
 
-def _attentions(plan: Plan, rank: int, of: Microbatch) -> Iterator[CallCount]:
+def _attentions(plan: Plan, rank: int, batch: Microbatch) -> Iterator[CallCount]:
     """Yield the calls of attention over slices of a sequence, for one micro-batch."""
     coord, size = plan.topology.dense.coord(rank), plan.topology.dense.axis_size("context")
     if size == 1:
@@ -385,9 +387,9 @@ def _attentions(plan: Plan, rank: int, of: Microbatch) -> Iterator[CallCount]:
     block, ring = group[first : first + a2a_size], group[own_index % a2a_size :: a2a_size]
     for call in exchange_calls(attention, size, way, own_index, a2a_size=a2a_size):
         # also in the recomputed forward, and in that of a reference
-        forwards = 1 + of.recomputed + plan.config.has_reference
+        forwards = 1 + batch.recomputed + plan.config.has_reference
         times = number * (forwards if call.is_forward else 1)
-        dtype = of.losses if call.is_wide else of.products
+        dtype = batch.losses if call.is_wide else batch.products
         ranks = tuple(block if call.operation == "all_to_all" else ring)
         num = call.num_elements
         yield CallCount("context", call.operation, num, dtype, "attention", times, ranks)

@@ -73,26 +73,26 @@ def numbers(
 
     cuts: its `layouts`. again: see `CallPlace.row`. What a rank keeps the router decides.
     """
-    of, calls = place.of, list[CallCount]()
-    padded_rows = shape.padded_rows(of.tokens, of.samples) if of.trains else None
-    dtypes = of.stream, of.stream  # experts compute in the dtype of their tokens
-    if of.expert > 1:
+    batch, calls = place.of, list[CallCount]()
+    padded_rows = shape.padded_rows(batch.tokens, batch.samples) if batch.trains else None
+    dtypes = batch.stream, batch.stream  # experts compute in the dtype of their tokens
+    if batch.expert > 1:
         sizes = shape.num_experts, shape.top_k, dim
-        calls += dispatch(of, *sizes, dtypes, place.forward, padded_rows)
-    if of.tensor > 1:
-        calls += place.experts(dim, shape.top_k, (*dtypes, of.stream), again)
-    hidden = layer_numbers.on_rank(cuts["experts.down"], of)[2]
-    routed = of.rows * shape.top_k
+        calls += dispatch(batch, *sizes, dtypes, place.forward, padded_rows)
+    if batch.tensor > 1:
+        calls += place.experts(dim, shape.top_k, (*dtypes, batch.stream), again)
+    hidden = layer_numbers.on_rank(cuts["experts.down"], batch)[2]
+    routed = batch.rows * shape.top_k
     if padded_rows is not None:
         routed = shape.num_experts * padded_rows
     matmuls = [
-        Matmul(of.rows, shape.num_experts, dim),
+        Matmul(batch.rows, shape.num_experts, dim),
         Matmul(routed, (2 if shape.gated else 1) * hidden, dim),
         Matmul(routed, dim, hidden),
     ]
-    item, wide = ITEM_BYTES[of.stream], max(ITEM_BYTES[of.stream], 4)
+    item, wide = ITEM_BYTES[batch.stream], max(ITEM_BYTES[batch.stream], 4)
     kept = {
-        "scores of the router": of.rows * (dim + 2 * shape.num_experts) * wide,
+        "scores of the router": batch.rows * (dim + 2 * shape.num_experts) * wide,
         "tokens of experts": routed * dim * item,
         "before activation of experts": routed * int(matmuls[1].n) * item,
         "hidden of experts": routed * hidden * item,

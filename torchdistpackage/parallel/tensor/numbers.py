@@ -64,29 +64,31 @@ BACKWARD_PER_FORWARD = 2.0
 """Each matmul has two gradients."""
 
 
-def _mesh(of: Microbatch) -> Mesh:
+def _mesh(batch: Microbatch) -> Mesh:
     """Return the ranks that share a layer; experts are those of a mean rank."""
-    return Mesh((("expert", 1), ("tensor", of.tensor)))
+    return Mesh((("expert", 1), ("tensor", batch.tensor)))
 
 
-def on_rank(layout: Layout, of: Microbatch) -> tuple[int, ...]:
+def on_rank(layout: Layout, batch: Microbatch) -> tuple[int, ...]:
     """Return the shape of the rank's shard of a parameter that tensor ranks share."""
-    return local_shape(layout, _mesh(of), of.index)
+    return local_shape(layout, _mesh(batch), batch.index)
 
 
-def linear(weight: Layout, of: Microbatch) -> Matmul:
+def linear(weight: Layout, batch: Microbatch) -> Matmul:
     """Return the matmul of a linear layer by its weight's layout, (Dout, Din)."""
-    width, terms = on_rank(weight, of)
-    return Matmul(of.rows, width, terms)
+    width, terms = on_rank(weight, batch)
+    return Matmul(batch.rows, width, terms)
 
 
 def embedding(place: "CallPlace", dim: int) -> LayerNumbers:
     """Token vectors by id, from a table cut by rows."""
-    of = place.of
-    kept = {"ids": of.rows * ITEM_BYTES["int64"]}
-    if of.tensor == 1:
+    batch = place.of
+    kept = {"ids": batch.rows * ITEM_BYTES["int64"]}
+    if batch.tensor == 1:
         return LayerNumbers("embedding", kept=kept)
-    return LayerNumbers("embedding", (*place.row(dim, of.stream),), (), kept | {"mask": of.rows})
+    return LayerNumbers(
+        "embedding", (*place.row(dim, batch.stream),), (), kept | {"mask": batch.rows}
+    )
 
 
 def norm(place: "CallPlace", dim: int, kind: str) -> LayerNumbers:
@@ -113,56 +115,56 @@ def attention(
 
     seq_len: keys that a query meets, causal or not. again: see `CallPlace.row`.
     """
-    of = place.of
-    first = [linear(cuts[x], of) for x in ("qkv.weight", "q.weight", "kv.weight") if x in cuts]
-    out = linear(cuts["out.weight"], of)
+    batch = place.of
+    first = [linear(cuts[x], batch) for x in ("qkv.weight", "q.weight", "kv.weight") if x in cuts]
+    out = linear(cuts["out.weight"], batch)
     q = int(out.k)
-    heads = of.samples * q // head_dim
-    scores = Matmul(of.tokens, seq_len, head_dim, heads)
-    values = Matmul(of.tokens, head_dim, seq_len, heads)
+    heads = batch.samples * q // head_dim
+    scores = Matmul(batch.tokens, seq_len, head_dim, heads)
+    values = Matmul(batch.tokens, head_dim, seq_len, heads)
     matmuls = (*first, out)
     calls = _pair(place, dim, again)
     # other kernels, which keep more
-    is_exact = not (of.drops or of.has_positions or of.tokens != seq_len)
-    item, width = ITEM_BYTES[of.products], int(sum(each.n for each in first))
-    kept = {"input": of.rows * dim * item} | _narrow_weights(of, matmuls)
-    if of.drops:  # a kernel that has all scores, their softmax and their mask
-        kept["scores"] = 3 * heads * of.tokens * seq_len * item
+    is_exact = not (batch.drops or batch.has_positions or batch.tokens != seq_len)
+    item, width = ITEM_BYTES[batch.products], int(sum(each.n for each in first))
+    kept = {"input": batch.rows * dim * item} | _narrow_weights(batch, matmuls)
+    if batch.drops:  # a kernel that has all scores, their softmax and their mask
+        kept["scores"] = 3 * heads * batch.tokens * seq_len * item
     else:
-        kept["softmax"] = of.rows * (q // head_dim) * max(item, 4)
-        kept["heads"] = of.rows * q * item
-    if is_rotary or of.drops:
+        kept["softmax"] = batch.rows * (q // head_dim) * max(item, 4)
+        kept["heads"] = batch.rows * q * item
+    if is_rotary or batch.drops:
         kv = (width - q) // 2
-        kept["turned queries and keys"] = of.rows * (q + kv) * item
+        kept["turned queries and keys"] = batch.rows * (q + kv) * item
         # a view of values keeps all that one matmul gave
-        values_width = kv if of.drops else (width if len(first) == 1 else 2 * kv)
-        kept["values"] = of.rows * values_width * item
-        kept["joined heads"] = of.rows * q * item
+        values_width = kv if batch.drops else (width if len(first) == 1 else 2 * kv)
+        kept["values"] = batch.rows * values_width * item
+        kept["joined heads"] = batch.rows * q * item
     else:
-        kept["queries, keys and values"] = of.rows * width * item
+        kept["queries, keys and values"] = batch.rows * width * item
     return LayerNumbers("attention", calls, (*matmuls, scores, values), kept, is_exact)
 
 
-def rotary(of: Microbatch, head_dim: int) -> LayerNumbers:
+def rotary(batch: Microbatch, head_dim: int) -> LayerNumbers:
     """Tables of rotary positions, which all attentions of a stage share."""
-    wide = max(ITEM_BYTES[of.stream], 4)
-    return LayerNumbers("rotary", kept={"cosines and sines": of.tokens * head_dim * wide})
+    wide = max(ITEM_BYTES[batch.stream], 4)
+    return LayerNumbers("rotary", kept={"cosines and sines": batch.tokens * head_dim * wide})
 
 
 def mlp(
     place: "CallPlace", cuts: Layouts, dim: int, gated: bool, again: bool = True
 ) -> LayerNumbers:
     """Two matmuls with the hidden dim cut between them, by the layouts of `layouts.mlp`."""
-    of = place.of
-    up = linear(cuts["gate_up.weight" if gated else "up.weight"], of)
-    down = linear(cuts["down.weight"], of)
-    item = ITEM_BYTES[of.products]
-    hidden = of.rows * int(down.k) * item
+    batch = place.of
+    up = linear(cuts["gate_up.weight" if gated else "up.weight"], batch)
+    down = linear(cuts["down.weight"], batch)
+    item = ITEM_BYTES[batch.products]
+    hidden = batch.rows * int(down.k) * item
     kept = {
-        "input": of.rows * dim * item,
-        "before activation": of.rows * int(up.n) * item,
+        "input": batch.rows * dim * item,
+        "before activation": batch.rows * int(up.n) * item,
         "hidden": hidden,
-    } | _narrow_weights(of, (up, down))
+    } | _narrow_weights(batch, (up, down))
     if gated:
         kept["activated gate"] = hidden
     return LayerNumbers("mlp", _pair(place, dim, again), (up, down), kept)
@@ -170,15 +172,15 @@ def mlp(
 
 def head(place: "CallPlace", weight: Layout, dim: int) -> LayerNumbers:
     """Logits cut by the vocabulary, and their cross entropy."""
-    of = place.of
-    calls = (*place.column(dim, of.products), *place.loss()) if of.tensor > 1 else ()
-    matmul = linear(weight, of)
-    item = ITEM_BYTES[of.products]
+    batch = place.of
+    calls = (*place.column(dim, batch.products), *place.loss()) if batch.tensor > 1 else ()
+    matmul = linear(weight, batch)
+    item = ITEM_BYTES[batch.products]
     kept = {
-        "input": of.rows * dim * item,
-        "logits": of.rows * int(matmul.n) * item,
-        "softmax of the loss": 2 * of.rows * ITEM_BYTES[of.losses],
-    } | _narrow_weights(of, (matmul,))
+        "input": batch.rows * dim * item,
+        "logits": batch.rows * int(matmul.n) * item,
+        "softmax of the loss": 2 * batch.rows * ITEM_BYTES[batch.losses],
+    } | _narrow_weights(batch, (matmul,))
     return LayerNumbers("head", calls, (matmul,), kept)
 
 
@@ -190,12 +192,12 @@ def _pair(place: "CallPlace", dim: int, again: bool) -> tuple[CallCount, ...]:
     return (*place.column(dim, dtype), *place.row(dim, dtype, again))
 
 
-def _narrow_weights(of: Microbatch, matmuls: tuple[Matmul, ...]) -> dict[str, int]:
+def _narrow_weights(batch: Microbatch, matmuls: tuple[Matmul, ...]) -> dict[str, int]:
     """Return the bytes of the copies that autocast makes of weights."""
-    if of.stream == of.products:
+    if batch.stream == batch.products:
         return {}
     numbers = sum(int(each.n) * int(each.k) for each in matmuls)
-    return {"narrow weights": numbers * ITEM_BYTES[of.products]}
+    return {"narrow weights": numbers * ITEM_BYTES[batch.products]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,10 +275,10 @@ class CallPlace:
     def loss(self) -> Iterator[CallCount]:
         """Yield the calls of a loss of logits cut by columns: each token's largest logit, then two
         sums over its logits, or three with label smoothing."""
-        of, what = self.of, "of the softmax of the loss"
-        tokens, number = (of.tokens, of.samples) if of.by_row else (of.rows, 1)
-        yield self._call("all_reduce", tokens, of.losses, what, number)
-        yield self._call("all_reduce", (2 + of.smooths) * tokens, of.losses, what, number)
+        batch, what = self.of, "of the softmax of the loss"
+        tokens, number = (batch.tokens, batch.samples) if batch.by_row else (batch.rows, 1)
+        yield self._call("all_reduce", tokens, batch.losses, what, number)
+        yield self._call("all_reduce", (2 + batch.smooths) * tokens, batch.losses, what, number)
 
     def _sum(self, width: int, dtype: str, number: int = 1) -> CallCount:
         return self._call("all_reduce", self.of.rows * width, dtype, "activations", number)
@@ -293,7 +295,7 @@ class CallPlace:
 
 
 def dispatch(
-    of: Microbatch,
+    batch: Microbatch,
     num_experts: int,
     top_k: int,
     width: int,
@@ -309,9 +311,9 @@ def dispatch(
     travel and the router decides nothing.
     """
     tokens, results = dtypes
-    rows = (of.rows * top_k if padded_rows is None else num_experts * padded_rows) * width
+    rows = (batch.rows * top_k if padded_rows is None else num_experts * padded_rows) * width
     counts = 0 if padded_rows is not None else forward
-    both = forward + int(of.trains)
+    both = forward + int(batch.trains)
     for operation, num, dtype, what, number in (
         ("all_gather", num_experts + 1, "int64", "how many tokens go where", counts),
         ("all_to_all", rows, tokens, "tokens to their experts and their gradients", both),
