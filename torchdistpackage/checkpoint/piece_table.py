@@ -1,4 +1,4 @@
-"""Which pieces of tensors the files of a checkpoint hold, as the ranks that wrote them say.
+"""A table of the pieces of tensors in each file of a checkpoint, as the ranks that wrote them say.
 
 Every rank sends the header of its file to the rank that commits, compressed, and with later saves
 only its digest, as shapes rarely change. So no rank reads the headers of all files.

@@ -36,7 +36,7 @@ _TRIED = (
     "micro-batches are powers of two samples or all of a rank's, in numbers that their schedule is "
     "published for"
 )
-"""How the space of a search is restricted (`plan/layout_space.py`)."""
+"""The restrictions on the space of a search (`plan/layout_space.py`)."""
 _MORE = (2, 4, 8, 16, 32, 64)
 """Multiples of the ranks that are tried where nothing fits."""
 

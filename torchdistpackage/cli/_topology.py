@@ -1,4 +1,4 @@
-"""What `tdp plan --topology` prints: the groups that cross switches, and an order of the nodes."""
+"""The output of `tdp plan --topology`: the groups that cross switches, and an order of nodes."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -26,7 +26,7 @@ from torchdistpackage.launch.slurm.query import run_command
 from torchdistpackage.lazy import resolve as imported
 
 TIMEOUT_S = 10.0
-"""How long a command of the machine, such as sinfo, is waited for."""
+"""Seconds after which a command of the machine, such as sinfo, is given up."""
 MIN_OPEN_FILES, MIN_SHARED_MEMORY = 4096, 1 << 30
 MIN_FREE_BYTES, MIN_FREE_FILES = 10 << 30, 10_000
 """Below these a report warns: a rank 0 of thousands of ranks keeps many sockets; data workers and

@@ -330,7 +330,7 @@ def end_processes() -> None:
 
 
 class _Roll:
-    """Which members of a group that is being made have come, as far as the store knows.
+    """The members that have come to a group that is being made, as far as the store knows.
 
     what: is being made, for the text. name: of this time that it is made; the same on all members.
     """

@@ -1,5 +1,5 @@
-"""Where every name of the earlier TorchDistPackage lives now, by its old module path; public names
-that the wing for guests adds to the package; and modules that moved into it.
+"""A table of all names of the earlier TorchDistPackage and their homes now, by old module path;
+public names that the wing for guests adds to the package; and modules that moved into it.
 
 Nothing is loaded before a name is asked for. An old path imports as a module whose names are looked
 up here; a module of this package at an old path keeps its own names and gets the missing ones. A

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torchdistpackage.errors import DataError
 
 CACHED = "datasets:"
-"""What a path begins with that is the name of a cached data set. No data set, configuration or
+"""The prefix of a path that is the name of a cached data set. No data set, configuration or
 split has a colon in its name."""
 CACHED_KIND = "arrow"
 """The value of data.name whose files the cache holds."""

@@ -1,4 +1,4 @@
-"""How many tokens training and validation get, and the message for too few. No torch."""
+"""Split tokens between training and validation, and say when there are too few. No torch."""
 
 import math
 

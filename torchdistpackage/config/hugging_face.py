@@ -39,7 +39,9 @@ _ROPE = (
 ORIGINAL = "original_max_position_embeddings"
 _WIDTH = {"n_embed": "hidden_size"}
 _FLOAT, _NO_JSON = "__float__", {"Infinity": "inf", "-Infinity": "-inf", "NaN": "nan"}
-"""How transformers writes numbers that JSON lacks: a mapping with this key, and its values."""
+"""The form in which transformers writes numbers that JSON lacks: a mapping with this key, and its
+values.
+"""
 _OTHER_KEYS = {
     "gpt2": {
         "hidden_size": "n_embd",

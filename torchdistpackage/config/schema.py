@@ -169,7 +169,7 @@ class ParallelSection(Section):
 
 
 class PipelineSection(Section):
-    """How the model is split into pipeline stages, and in which order they work."""
+    """Pipeline stages of the model, and the order in which they work."""
 
     schedule: k.ScheduleName = Field(
         default="1f1b",
@@ -473,7 +473,7 @@ class TrainSection(Section):
 
 
 class CheckpointSection(Section):
-    """When the training state is saved, and which checkpoints are kept."""
+    """Saves of the training state, and the checkpoints that are kept."""
 
     save_every: k.StepsOrZero = Field(
         default=200,
@@ -544,7 +544,7 @@ class LocalSection(Section):
 
 
 class RequeueSection(Section):
-    """How a Slurm job saves before it is stopped, and how the run then goes on."""
+    """The save of a Slurm job before it is stopped, and its requeue."""
 
     mode: k.RequeueMode = Field(
         default="requeue",
@@ -585,7 +585,7 @@ class ElasticSection(Section):
 
 
 class LaunchSection(Section):
-    """How the processes are started."""
+    """Processes: where and how they start."""
 
     local: LocalSection = default(LocalSection)
     slurm: k.SlurmOptions = Field(
@@ -651,7 +651,7 @@ class LogSection(Section):
 
 
 class DdpSection(Section):
-    """How gradients are summed over data-parallel ranks."""
+    """Summation of gradients over data-parallel ranks."""
 
     bucket_mb: k.MiB | None = Field(
         default=None,

@@ -29,7 +29,7 @@ _MOST_BYTES = 1 << 24
 
 
 class FailureKind(StrEnum):
-    """How a rank ended, as far as its supervisor can tell."""
+    """The way a rank ended, as far as its supervisor can tell."""
 
     SIGNAL = "signal"  # killed from outside, or by the processor (SIGSEGV)
     STOPPED = "stopped"  # still there, but it does not run

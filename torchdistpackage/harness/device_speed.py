@@ -1,4 +1,4 @@
-"""How fast this rank's device multiplies, copies and starts operations, in about a second.
+"""Measure how fast this rank's device multiplies, copies and starts operations, in about 1 s.
 
 These are the numbers of a cluster profile from which `tdp plan --time --profile` predicts a step.
 All ranks of a host measure at once, since they share its cores and its memory in a run too. A host
@@ -28,10 +28,10 @@ _BUDGET_S = 0.06
 _CHAIN = 50
 """Operations on one element, so that calls outweigh the clock."""
 _COLD_BYTES = 2**26
-"""Of the tensors that take turns on a host, more than its caches hold."""
+"""Bytes of the tensors that take turns on a host: more than its caches hold."""
 _MAX_TURNS = 64
 _ELEMENTS = 2**18
-"""Of a tensor in element-wise work on a host."""
+"""Elements of a tensor in element-wise work on a host."""
 _ATTENTION = (128, 4, 4, 32)
 """Tokens, samples, heads and their width, of a size that a host trains."""
 
@@ -83,7 +83,7 @@ def _turns(
 
 
 def _bytes_per_s(device: torch.device) -> float:
-    """Of an addition, which reads two tensors and writes one."""
+    """Return the bytes per second of an addition, which reads two tensors and writes one."""
     count = 2**26 if device.type == "cuda" else _ELEMENTS
 
     def tensors() -> tuple[Tensor, ...]:

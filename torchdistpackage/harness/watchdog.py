@@ -166,7 +166,7 @@ class Heartbeat:
 
 
 class StepClock:
-    """How long the step under way has taken, asked often, without times of suspension."""
+    """A clock of the step under way; it is read often, and leaves out times of suspension."""
 
     def __init__(self, marks: Heartbeat) -> None:
         self._marks, self._lost_s = marks, 0.0

@@ -1,4 +1,4 @@
-"""How one parameter is split over ranks, as plain data beside the model.
+"""The split of one parameter over ranks, as plain data beside the model.
 
 A layout names dims of the global tensor and mesh axes, never ranks or groups. `layout/derive.py`
 derives slices, owners, gradient sums and placements from it. Initial weights, gradient reduction,
@@ -18,7 +18,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class HeadSplit:
-    """How a dim made of attention heads is cut between heads, never through one.
+    """The split of a dim of attention heads: between heads, never through one.
 
     The dim, or each of its parts, is `groups` times `members` heads of equal width. A group is one
     key-value head with its `members` query heads; keys and values have one member. Each rank gets
@@ -62,7 +62,7 @@ class HeadSplit:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one parameter is split over the mesh.
+    """The split of one parameter over the mesh.
 
     name: global name, the same under every layout; tied parameters share one.
     shape: of the full tensor.

@@ -111,7 +111,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class ShardPlace:
-    """Which of `num` shards in one process holds this parameter, and how the shards split it."""
+    """The shard, of `num` in one process, that holds this parameter, and the split between them."""
 
     layout: Layout
     index: int

@@ -17,7 +17,7 @@ CachedHeads = Literal["keys", "heads"]
 
 @dataclass(frozen=True, slots=True)
 class LayerCut:
-    """How one layer is split.
+    """The split of one layer.
 
     kind: "column" and "row" are linear layers split by outputs and by inputs. "vocab" and "feature"
         are embeddings split by rows and by columns. "joined" is a column layer whose full outputs
@@ -54,7 +54,7 @@ class LayerCut:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCut:
-    """How an attention module is split: each rank computes its own heads.
+    """The split of an attention module: each rank computes its own heads.
 
     queries, keys: how the query heads and the key-value heads are dealt to the ranks.
     counts: attributes of the module that hold a number of heads, each with what it counts: query

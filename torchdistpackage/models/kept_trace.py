@@ -1,4 +1,4 @@
-"""What a model of transformers keeps for its backward, from a run of its blocks without memory.
+"""Count what a model of transformers keeps for its backward, by running its blocks on meta tensors.
 
 The modules are transformers' own, so no file states what they keep. Each kind of block runs forward
 and backward once on fake tensors, with one sample and with two; in between and beyond, bytes follow
@@ -74,7 +74,7 @@ class TracedSpec:
     spec: ModelSpec
     shape: TransformersShape
     lines: dict[str, _Line]
-    """By name of the layer."""
+    """The traced lines, by name of the layer."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.spec, name)

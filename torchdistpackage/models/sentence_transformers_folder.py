@@ -1,4 +1,4 @@
-"""What sentence-transformers reads beside the model and the weights of a folder: how texts become
+"""The files that sentence-transformers reads beside the model of a folder: how texts become
 tokens, and tokens a vector.
 
 Its tokenizer puts the same ids around a text as training did, and cuts it to the same length.

@@ -105,7 +105,7 @@ def refuse_other_optimizer(path: Path, config: RunConfig) -> None:
 
 
 class StartChanges(NamedTuple):
-    """What a start changes against the file of an earlier start, among what numbers follow from.
+    """The keys that a start changes against an earlier start, of those that results depend on.
 
     keys: such as "model.heads=2 (was 4)". shares: by label the shares of the samples, before and
     now, of sources whose share changed.

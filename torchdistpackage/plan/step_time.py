@@ -34,8 +34,9 @@ _OTHER_FLOPS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class StepPrediction:
-    """What the seconds of a plan's step are predicted from. fabric: the links. schedule: of the
-    pipe; None: there is none."""
+    """The inputs from which the seconds of a plan's step are predicted. fabric: the links.
+    schedule: of the pipe; None: there is none.
+    """
 
     sizes: TransformerSizes
     layout: StepLayout

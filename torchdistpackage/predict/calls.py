@@ -1,4 +1,4 @@
-"""What a rank sends in a step, call by call, as a plan counts it. No torch.
+"""The communication of a rank in a step, call by call, as a plan counts it. No torch.
 
 A model says what its layers send of one microbatch (`ModelSpec.layer_numbers`), plan/traffic.py the
 rest; tests hold both to the record of real ranks. Bytes are those of what a rank gives to a call,
@@ -45,7 +45,7 @@ class CallCount:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """What the layers of a rank are given at a time.
+    """The input that the layers of a rank get at a time.
 
     samples, tokens: rows, and the tokens of each that this rank has of its sequence.
     tensor, index: ranks along tensor, and this rank's place among them. expert: ranks along expert.

@@ -1,4 +1,4 @@
-"""How long a collective takes between devices: latency and bandwidth, by algorithm and node.
+"""Seconds of a collective between devices: latency and bandwidth, by algorithm and node.
 
 A ring moves (n - 1) / n of the bytes over its slowest link, and its latency grows with its ranks; a
 tree's grows with their logarithm but moves more. A group that spans nodes uses the network card of

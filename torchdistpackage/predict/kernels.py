@@ -1,4 +1,4 @@
-"""How long one kernel takes on a device: matmuls by shape and dtype, attention, element-wise work.
+"""Seconds of one kernel on a device: matmuls by shape and dtype, attention, element-wise work.
 
 A matmul is cut into tiles that the cores compute in waves; the last wave is as long as a full one,
 and each wave starts and ends a pipeline of its own. What it reads and writes may take longer, and
@@ -16,7 +16,7 @@ from torchdistpackage.predict.workload import AttentionKernel
 LAUNCH_S = 2e-6
 """Between the end of a kernel and the start of the next in one stream."""
 _TILE_S = 1.5e-6
-"""To fill and to drain the pipeline of a tile."""
+"""Seconds to fill and to drain the pipeline of a tile."""
 _TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.6))
 """Rows, columns, and the share of the rate of the largest tile that one of this size reaches, as it
 reads more for each of its results."""

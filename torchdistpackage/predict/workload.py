@@ -117,7 +117,7 @@ class ShardGroups(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """How the ranks share a step and what the software does.
+    """The layout of a step over the ranks, and what the software does.
 
     ranks: in all; data ranks are what tensor, pipe and context leave. expert: data ranks that share
     the experts. micro_batch, num_microbatches: sequences at a time and how often, on each data
@@ -211,7 +211,7 @@ class StepLayout:
 
     @property
     def expert_stride(self) -> int:
-        """How far apart two ranks are that share experts."""
+        """Return the distance of two ranks that share experts."""
         return self.stride("context" if self.folds_context else "data")
 
     @property

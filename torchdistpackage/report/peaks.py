@@ -14,7 +14,9 @@ _TFLOPS = {
     "MI300X": 1307.0,
     "MI250X": 191.5,
 }
-"""By a part of the device's name; the first that fits. MI250X: of one of its two dies."""
+"""Peak TFLOP/s by a part of the device's name; the first that fits counts. MI250X: of one of its
+two dies.
+"""
 
 
 def peak_flops_of(device: str) -> float | None:

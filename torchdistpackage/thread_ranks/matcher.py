@@ -22,7 +22,7 @@ from typing import cast
 
 Facts = tuple[tuple[str, object], ...]
 Where = tuple[tuple[str, int, str], ...]
-"""Where a call was made: (file, line, function) from the inside out."""
+"""The place of a call: (file, line, function) from the inside out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ class _StorageCopy:
 
 
 class _TensorInStorage:
-    """What autograd holds instead of a tensor: where it is in its storage."""
+    """The object that autograd holds instead of a tensor: its place in its storage."""
 
     __slots__ = ("dtype", "offset", "shape", "storage", "stride")
 
@@ -128,7 +128,7 @@ class _ModuleStorages:
         self._offload, self._stay = offload, stay
         self._before = None if before is None else ref(before)
         self._by_key: dict[tuple[int, int], _StorageCopy] = {}
-        """By storage and version, while the forward runs."""
+        """Tensors by storage and version, while the forward runs."""
         self._storages: Sequence[ReferenceType[_StorageCopy]] = ()
         self._copied: Any = None
         self._loaded: Any = None

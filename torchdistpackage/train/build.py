@@ -1,4 +1,4 @@
-"""From a plan to objects: the only translator of configuration.
+"""Make the objects of a plan: the only translator of configuration.
 
 All else receives plain arguments, which are decided here, in the order in which a run needs them.
 """

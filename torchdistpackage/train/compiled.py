@@ -159,7 +159,7 @@ def warm_up(trainer: Trainer, step: int) -> str:
 
 
 class _WarmUp(NamedTuple):
-    """What one rank compiled. refused: the first block that stays as it is, and why."""
+    """The blocks that one rank compiled. refused: the first block that stays as it is, and why."""
 
     num_blocks: int
     num_eager: int

@@ -1,4 +1,4 @@
-"""Which parameters of a model weight decay applies to: matrices, and no norm or bias among them.
+"""Choose the parameters that weight decay applies to: matrices, and no norm or bias.
 
 A norm is known by the class of the module that holds the parameter, or by its name where a model
 keeps its weight as a parameter of its own; a bias by its name. So the biases of all experts, which

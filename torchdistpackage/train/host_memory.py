@@ -1,4 +1,4 @@
-"""How much memory this host can still give to processes. No torch."""
+"""Read how much memory this host can still give to processes. No torch."""
 
 from pathlib import Path
 

@@ -9,7 +9,7 @@ from torchdistpackage.plan.logits_file import LogitsSize
 
 @dataclass(frozen=True, slots=True)
 class TrainedWeights:
-    """Where weights come from. run: its newest good checkpoint; checkpoint: this one instead;
+    """The source of weights. run: its newest good checkpoint; checkpoint: this one instead;
     averages: those of the weights, from the same.
 
     Without both they are those that the configuration begins with.
@@ -22,7 +22,9 @@ class TrainedWeights:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen. temperature: 0 takes the likeliest; the others: None is off."""
+    """Options for the choice of the next token. temperature: 0 takes the likeliest; the others:
+    None is off.
+    """
 
     temperature: float = 0.0
     top_k: int | None = None

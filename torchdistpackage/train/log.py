@@ -55,7 +55,8 @@ def evaluation_lines(loss: float, sets: Mapping[str, float], *, of_tokens: bool)
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
-    """How far the run is: a bar on a terminal, else one plain line every `every` steps.
+    """A display of the progress of a run: a bar on a terminal, else one plain line every `every`
+    steps.
 
     done: steps that an earlier start of the run has done. unit: what the loss is a mean over.
     """

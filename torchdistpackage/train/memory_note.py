@@ -1,4 +1,4 @@
-"""What a rank that ran out of memory holds, by kind, beside what its plan predicts."""
+"""List what a rank that ran out of memory holds, by kind, beside what its plan predicts."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress

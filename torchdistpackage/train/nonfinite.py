@@ -1,4 +1,4 @@
-"""Where numbers that are not finite came from: rank, stage, first parameter.
+"""Find the origin of numbers that are not finite: rank, stage, first parameter.
 
 A sum over ranks hides its origin: afterwards all have it. So the step is done once more, with the
 same samples and random states, and nothing is summed between replicas; what each rank finds in its

@@ -27,7 +27,7 @@ from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.step_stats import PendingStep, StepResult
 
 Weights = Mapping[int, Mapping[str, float]]
-"""By stage, in order, the weight of each piece by which the stage's time is divided."""
+"""Weights of the pieces of each stage, by which the stage's time is divided."""
 
 
 class StepProfiler(Callback):

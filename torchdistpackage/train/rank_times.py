@@ -32,7 +32,9 @@ from torchdistpackage.train.step_stats import PendingStep, StepResult
 SEVERAL = "several axes"
 """The name for a group that lies along more than one axis, such as all ranks."""
 _RANKS_A_ROW = 64
-"""With more ranks rows are written less often, or the file of a large run would have gigabytes."""
+"""Most ranks whose rows are written as often as asked; with more, rows are rarer, or the file of a
+large run would have gigabytes.
+"""
 _LETTERS = 6
 
 
@@ -138,7 +140,7 @@ class RankTimes(Callback):
 
 
 class AxisWaits:
-    """How long this host has been blocked in calls over each axis; `axes` names them, with
+    """Seconds that this host has been blocked in calls over each axis; `axes` names them, with
     `SEVERAL` last."""
 
     def __init__(self, topology: Topology):

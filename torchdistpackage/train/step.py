@@ -94,7 +94,7 @@ class Trainer(StagedModel):
         self._reducers = (self.reducer,)
         self._checked, self._part = False, 0
         self.val_task: Mapping[str, float] = {}
-        """What the task says of the last validation."""
+        """Values of the task for the last validation."""
         self._shared: SequenceSource | None = None
         """The source, if this rank reads only part `_part` of its samples."""
         self.recomputed: tuple[str, ...] = ()

@@ -68,7 +68,7 @@ class BestSoFar:
 
 @dataclass
 class TrainState:
-    """Where the run is: optimizer steps done and tokens seen. Data follow from the step.
+    """The progress of a run: optimizer steps done and tokens seen. Data follow from the step.
 
     owes_validation: the validation that belongs to `step` was cut short. skipped: steps that were
     left out because a number was not finite. loss, val_loss: of `step`, None where not known.

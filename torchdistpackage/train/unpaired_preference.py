@@ -29,7 +29,7 @@ from torchdistpackage.train.task import Run
 
 @dataclass
 class _Pass:
-    """What one pass knows of its microbatches, by their number, before the model is trained.
+    """Facts about the microbatches of one pass, by their number, before the model is trained.
 
     reference: log-probabilities (N,) of the answers. is_desirable: (N,). kl: the estimate, a scalar
     of at least 0.

@@ -1,4 +1,4 @@
-"""From summed gradients to new weights: their norm, one factor for mean and clip, one step.
+"""Turn summed gradients into new weights: their norm, one factor for mean and clip, one step.
 
 Nothing waits for the device. Whether the numbers of all ranks are finite is known there
 first, so the step is left out there: the optimizer's kernels take a flag and touch nothing.

@@ -52,7 +52,9 @@ def Sharded(module: Any, sharded_param_names: Collection[str] | None = None) -> 
 
 
 def gather_kv(*present_key_value_state: Any, world_size: int) -> Sequence[Any]:
-    """For a `CollectiveOperation`: the shards' tuples of tensors, as one of `PerDeviceTensors`."""
+    """Gather for a `CollectiveOperation`: return the shards' tuples of tensors, as one of
+    `PerDeviceTensors`.
+    """
     if present_key_value_state[0] is None:
         return present_key_value_state
     columns = zip(*present_key_value_state, strict=True)

@@ -138,7 +138,7 @@ class TensorParallel(ParallelModule):
         return joined_outputs(outputs, self.output_device_index, self._has_full_gradients)
 
     def _draws(self) -> list[ShardDraws] | None:
-        """For each thread a stream of random numbers, all alike; None: nothing is drawn."""
+        """Return a stream of random numbers for each thread, all alike; None: nothing is drawn."""
         if not (self.training and self.may_draw):
             return None
         seed = default_draw()

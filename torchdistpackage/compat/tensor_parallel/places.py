@@ -1,4 +1,4 @@
-"""Where a module holds a parameter, and a tensor that stands in for it during one forward."""
+"""The place at which a module holds a parameter, and a tensor that replaces it in one forward."""
 
 from collections.abc import Collection
 from typing import Any

@@ -1,4 +1,4 @@
-"""Where threads of one process meet to compute together, and how the failure of one ends the wait.
+"""A meeting of threads of one process that compute together; the failure of one ends the wait.
 
 A collective is computed by the last thread to come, from what all brought, in operations that
 autograd sees: its backward needs no meeting, as the graph is one. While threads run for one
@@ -172,7 +172,7 @@ class ThreadGather(CollectiveOperation):
 
 
 class ScatterReduce(CollectiveOperation):
-    """For each thread its part, along dim 0, of the sum."""
+    """Give each thread its slice, along dim 0, of the sum."""
 
     def __init__(self, world_size: int, reduce_op: Any = None):
         self._reduce_op = reduce_op

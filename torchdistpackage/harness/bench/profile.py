@@ -111,7 +111,7 @@ class CostModel(_Measured):
 
 
 class MeasuredDevice(_Measured):
-    """How fast a rank computes while `num_ranks` of its host compute, the slowest of all ranks.
+    """The speed of the slowest rank while `num_ranks` ranks of its host compute.
 
     name: of the GPU, or "cpu". matmuls: by dtype the (floating-point operations, seconds) of square
     matmuls, ascending. bytes_per_s: read and written by element-wise operations on large tensors.

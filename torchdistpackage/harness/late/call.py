@@ -27,7 +27,7 @@ from torchdistpackage.errors import RaceError
 from torchdistpackage.thread_ranks.own_backend import HERE, OwnWork, Tensors
 
 Parts = Sequence[Sequence[Tensor]]
-"""For each rank of a group, in its order, the tensors that go to it or come from it."""
+"""The tensors that go to, or come from, each rank of a group, in its order."""
 Posted = tuple[str, Tensor, int]
 """(`send` or `receive`, tensor, place of the peer in the group)"""
 

@@ -1,4 +1,4 @@
-"""Which key and value heads of a cache each shard has, and where a cache holds them."""
+"""The key and value heads of a cache that each shard has, and their place in the cache."""
 
 from dataclasses import dataclass
 from typing import Any

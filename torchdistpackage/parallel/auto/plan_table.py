@@ -1,4 +1,4 @@
-"""How a module is split, as a table: parameters by device, and what a forward sends."""
+"""A table of the split of a module: parameters by device, and what a forward sends."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -33,7 +33,7 @@ class OriginalEntry:
 
 @dataclass(frozen=True)
 class Original:
-    """How the module that was split named its state, in its order."""
+    """The names of the state of the module before the split, in its order."""
 
     entries: tuple[OriginalEntry, ...]
     metadata: Any

@@ -44,7 +44,7 @@ from torchdistpackage.topology.mesh import Mesh
 
 @dataclass(frozen=True)
 class ModelSplit:
-    """How tensor ranks share one module.
+    """The split of one module over tensor ranks.
 
     table: by paths in the module. layouts: of every parameter, by its name in the module; their own
     names are those of checkpoints. axis: the mesh axis that they name. blocks: path of the list of

@@ -16,7 +16,7 @@ from torchdistpackage.errors import LayoutError
 
 
 class PartOfTensor(Protocol):
-    """How a tensor of the unsplit module is shared out."""
+    """The split of a tensor of the unsplit module."""
 
     def __call__(self, tensor: Tensor, rank: int) -> Tensor:
         """Return the part of `rank`."""

@@ -34,7 +34,7 @@ class Traffic:
 
 
 counts: Traffic | None = None
-"""Where forwards of all shards of this process are counted; None: nowhere."""
+"""The counts to which forwards of all shards of this process add; None: none."""
 
 
 @contextmanager

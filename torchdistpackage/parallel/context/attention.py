@@ -49,7 +49,8 @@ _LOG = logging.getLogger(__name__)
 
 
 class ContextPlan:
-    """How this rank attends over a sequence in `order`; all ranks of `group` make the same plan.
+    """The plan by which this rank attends over a sequence in `order`; all ranks of `group` make the
+    same plan.
 
     comm_type: any but `auto`.
     a2a_size: for a2a+p2p, the number of adjacent ranks that exchange heads.

@@ -20,7 +20,7 @@ TILE = 2048
 
 
 class Seen(Enum):
-    """How much of a rectangle of scores is visible; CAUSAL: the lower triangle of a square."""
+    """The visible part of a rectangle of scores; CAUSAL: the lower triangle of a square."""
 
     NOTHING = "nothing"
     ALL = "all"

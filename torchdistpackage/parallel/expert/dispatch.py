@@ -30,7 +30,7 @@ from torchdistpackage.comm.work import Work
 
 @dataclass(frozen=True)
 class Choices:
-    """Which choices of this rank's tokens are sent, in which order.
+    """The choices of this rank's tokens that are sent, in their order.
 
     order: (n,) which choice, token * top_k + place, each row that is sent is, sorted by expert.
     num_tokens, top_k: of this rank. is_padded: some rows are padding, of choice number

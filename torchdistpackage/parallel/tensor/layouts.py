@@ -1,4 +1,4 @@
-"""How the parameters of each tensor-parallel layer are cut: the one place that says so.
+"""The layouts of the parameters of each tensor-parallel layer: the one place that has them.
 
 A layer's `layouts()` and a model's pure layout file both call these functions, so what a plan
 counts is what the modules hold. No torch here. Weights are (Dout, Din). Names are local to the

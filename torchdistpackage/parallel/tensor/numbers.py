@@ -1,4 +1,4 @@
-"""What each tensor-parallel layer sends, computes and keeps of one microbatch. No torch.
+"""Count what each tensor-parallel layer sends, computes and keeps for one microbatch. No torch.
 
 These functions stand beside layouts.py: shapes of matmuls follow from the layouts there, so a
 layer's cut is stated once. Calls are listed forward and backward, which are pairs of autograd
@@ -21,7 +21,7 @@ from torchdistpackage.topology.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class LayerNumbers:
-    """What one layer of a rank sends, computes and keeps of one microbatch.
+    """The calls, matmuls and kept activations of one layer of a rank for one microbatch.
 
     layer: its path in the model. calls: forward and backward, with what recomputation repeats.
     matmuls: of the forward. kept: bytes of each activation that autograd keeps for the backward,

@@ -31,7 +31,7 @@ from torchdistpackage.parallel.tensor.stacked import split_stacked
 from torchdistpackage.topology.mesh import Mesh
 
 _ADAPTED = ".base_layer"
-"""Where peft's layers have the one that they adapt."""
+"""Name of the layer that one of peft's layers adapts."""
 _ADAPTER_NAME = ".default"
 """The part of a parameter's name between an adapter's factor and its weight."""
 

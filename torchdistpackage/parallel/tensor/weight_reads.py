@@ -31,7 +31,7 @@ from torchdistpackage.topology.mesh import Mesh
 ALIKE = ("dtype", "device", "layout", "requires_grad", "is_cuda", "is_meta", "ndim")
 KNOWN = {getattr(Tensor, name).__get__ for name in ALIKE}
 KNOWN |= {Tensor.is_floating_point, Tensor.is_complex, Tensor.dim}
-"""What is asked of a tensor that its parts have alike."""
+"""Attributes of a tensor that its slices have alike."""
 OUTLINE = {Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__}
 """Attributes that follow from the shape of the full tensor."""
 WRITES = ("__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")

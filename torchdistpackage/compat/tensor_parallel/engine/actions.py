@@ -185,7 +185,7 @@ class FirstOnly(StateAction):
 
 
 class TakeChunks(StateAction):
-    """For each rank the chunks along `dim` that it works with, of which others may hold some too.
+    """Give each rank the chunks along `dim` that it works with; other ranks may hold some too.
 
     chunks: indices by rank, each list ascending or repeating; together all of them.
     Key and value heads of which there are fewer than ranks are dealt out so.

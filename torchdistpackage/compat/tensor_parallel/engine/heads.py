@@ -1,4 +1,4 @@
-"""How attention heads, and the key and value heads that they read, are dealt to shards."""
+"""Deal attention heads, and the key and value heads that they read, to shards."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""How the parameters of a shard are cut, as layouts: for norms of gradients and for checkpoints.
+"""The layouts of the parameters of a shard: for norms of gradients and for checkpoints.
 
 A cut into equal runs of a dim, or of equal fused parts, is a layout by its rule. Any other cut that
 deals the places of one dim says for each shard which it holds; a bias that the first shard holds is

@@ -33,7 +33,7 @@ from torchdistpackage.layout.partition import even_sizes
 
 TEXTS = ("copy", "sum", "gather", "split", "scale", "scale_int")
 COMMUNICATING = {False: ("sum", "gather"), True: ("copy", "sum", "gather", "split")}
-"""By whether a plan has full gradients, the texts that communicate in a forward or a backward."""
+"""Texts that communicate in a forward or a backward, by whether a plan has full gradients."""
 
 
 class CollectiveBase:

@@ -222,7 +222,7 @@ def find_matching_actions(action_type: str, name: str, rules: Mapping[Any, Actio
 
 @dataclasses.dataclass(frozen=True)
 class MatchReport:
-    """How the rules of a plan fit a module.
+    """The match of the rules of a plan and a module.
 
     unmatched: (kind, pattern) of rules that speak of nothing in it. repeated: parameter -> the
     patterns that match it, the first of which counts, where they say different things.
