@@ -36,6 +36,12 @@ KINDS = {
     "prompts": ["--data", "prompts.jsonl", "--model", "tiny"],
     "chats": ["--data", "chats.jsonl", "--model", "tiny", "--procs", "2"],
     "pairs": ["--data", "pairs.jsonl", "--model", "tiny"],
+    "rewards": ["--data", "pairs.jsonl", "--model", "tiny", "--task", "reward"],
+    "labelled": ["--data", "labelled.jsonl", "--model", "tiny"],
+    "anchors": ["--data", "anchors.jsonl", "--model", "tiny"],
+    "classes": ["--data", "classes.jsonl", "--model", "tiny", "--task", "classification"],
+    "adapters": ["--data", "chats.jsonl", "--model", "tiny", "--lora", "4"],
+    "teacher": ["--data", "lines.jsonl", "--model", "tiny", "--teacher", "tiny"],
     "own model": ["--data", "texts", "--model", "net:build"],
     "own data": ["--data", "net:Numbers", "--model", "net:build", "--procs", "3"],
     "slurm": ["--where", "gpu", "--procs", "2x8"],
@@ -68,6 +74,12 @@ def folder(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_lines(Path("chats.jsonl"), [{"messages": [asked, reply]} for reply in replies])
     pair = {"prompt": "alpha", "rejected": "gamma"}
     save_lines(Path("pairs.jsonl"), [pair | {"chosen": text} for text in sentences(60)])
+    answer = {"prompt": "alpha", "label": True}
+    save_lines(Path("labelled.jsonl"), [answer | {"completion": text} for text in sentences(60)])
+    anchor = {"anchor": "alpha", "negatives": ["beta", "gamma"]}
+    save_lines(Path("anchors.jsonl"), [anchor | {"positive": text} for text in sentences(60)])
+    classes = [{"text": x, "label": ("ham", "spam")[i % 2]} for i, x in enumerate(sentences(60))]
+    save_lines(Path("classes.jsonl"), classes)
     shutil.copytree(tiny, "tiny")
     return tmp_path
 
@@ -80,9 +92,17 @@ def test_the_file_of_each_kind_of_answer_plans(folder: Path, kind: str, capsys):
     assert main(["plan", "run.yaml"]) == 0, capsys.readouterr().err
     run = load("run.yaml")
     names = {"example": "python_stdlib", "slurm": "python_stdlib", "own data": None}
-    names |= dict.fromkeys(("lines", "prompts", "chats"), "jsonl") | {"pairs": "preference"}
+    names |= dict.fromkeys(("lines", "prompts", "chats", "adapters", "teacher"), "jsonl")
+    names |= {"pairs": "preference", "rewards": "reward", "classes": "classification"}
+    names |= {"labelled": "unpaired_preference", "anchors": "embedding"}
+    fields = {"prompts": "prompt+completion"} | dict.fromkeys(("chats", "adapters"), "messages")
     assert run.data.name == names.get(kind, "text")
-    assert run.data.field == {"prompts": "prompt+completion", "chats": "messages"}.get(kind, "text")
+    assert run.data.field == fields.get(kind, "text")
+    assert run.data.num_negatives == (2 if kind == "anchors" else 0)
+    assert run.data.labels == (("ham", "spam") if kind == "classes" else ())
+    assert run.train.dpo.loss == ("kto" if kind == "labelled" else "sigmoid")
+    assert run.model.lora.r == (4 if kind == "adapters" else 8)
+    assert run.train.distill.teacher == ("tiny" if kind == "teacher" else None)
     if kind == "slurm":
         text = Path("run.yaml").read_text()
         assert "# cpus-per-task: 8  # CPU cores" in text and "h100:8" in text
@@ -143,6 +163,10 @@ def test_a_file_that_is_there_stays_without_force(folder: Path, capsys):
         (["--steps", "0"], ["steps", "0"]),
         (["--data", "odd.jsonl", "--model", "tiny"], ["author", "title", "rename"]),
         (["--data", "lines.jsonl"], ["data.tokenizer"]),  # by the rules of a run
+        (["--lora", "4"], ["lora", "--model"]),
+        (["--task", "rewards"], ["rewards", "reward, "]),
+        (["--data", "texts", "--task", "reward"], ["reward", "texts"]),
+        (["--data", "lines.jsonl", "--model", "tiny", "--task", "classification"], ["label"]),
     ],
 )
 def test_what_cannot_be_a_run_is_refused_and_not_written(folder: Path, capsys, options, words):

@@ -1,5 +1,6 @@
 """`tdp init`: write the first YAML file of a run from the answers to five questions.
 
+The questions are those of every run. What only some runs need, such as adapters, has an option.
 The comment of a key is its text in the schema, and the file must pass the rules of every run before
 it is written, so this module has no rules of its own.
 """
@@ -9,7 +10,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,13 +19,17 @@ import typer
 from torchdistpackage.config.check import bytes_there
 from torchdistpackage.config.data_section import (
     CHAT_FIELDS,
+    DATA,
+    EMBEDDING,
     KIND_OF_SUFFIX,
     PREFERENCE,
     SUFFIX_OF_KIND,
+    UNPAIRED,
     DataSection,
 )
+from torchdistpackage.config.head_tasks import HEAD_TASKS
 from torchdistpackage.config.hugging_face import read_config
-from torchdistpackage.config.load import KEYS, loads
+from torchdistpackage.config.load import KEYS, SECTIONS, loads
 from torchdistpackage.config.yaml_loader import write
 from torchdistpackage.errors import ConfigError
 
@@ -37,12 +42,27 @@ _MOST_OF_A_LINE = 1 << 24
 _WIDTH = 96
 """Columns of a line with its comment; a longer comment is wrapped above its key."""
 _PROMPTS = ("prompt", "completion")
-_PAIRS = ("chosen", "rejected")
+_FIELDS_OF_TASK = {
+    PREFERENCE: ("chosen", "rejected"),
+    EMBEDDING: ("anchor", "positive"),
+    UNPAIRED: (*_PROMPTS, "label"),
+}
+"""The task of rows of JSON that have these fields; the first that fits."""
+TASKS = (*_FIELDS_OF_TASK, *HEAD_TASKS)
+"""Values of data.name, for rows of JSON, that decide what a run learns."""
+IGNORED = -100
+"""The label of a word that does not count, as in transformers."""
+_MOST_LABELS = 1 << 26
+"""Most bytes of the first file that are read to find the classes of its labels."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """The user's answers. model: a folder, an import path or GPT; per_node: ranks on a node."""
+    """The user's answers. model: a folder, an import path or GPT; per_node: ranks on a node.
+
+    task: of rows of JSON, "": by their fields. lora: rank of adapters, 0: none. teacher: folder of
+    a model to learn from.
+    """
 
     data: str
     model: str
@@ -50,6 +70,9 @@ class Answers:
     nodes: int
     per_node: int
     steps: int
+    task: str = ""
+    lora: int = 0
+    teacher: str | None = None
 
     @property
     def is_target(self) -> bool:
@@ -93,6 +116,26 @@ def init(
     steps: Annotated[
         str | None, typer.Option(metavar="N", help="Number of optimizer steps.")
     ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="What rows of JSON teach, a value of data.name such as classification or reward; "
+            "default: by their fields.",
+        ),
+    ] = None,
+    lora: Annotated[
+        int | None,
+        typer.Option(
+            metavar="R", min=1, help="Train adapters of rank R on a Hugging Face folder (LoRA)."
+        ),
+    ] = None,
+    teacher: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER", help="Learn from the predictions of this Hugging Face model, too."
+        ),
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Overwrite FILE if it exists already.")
     ] = False,
@@ -105,7 +148,12 @@ def init(
     path = Path(file)
     if path.exists() and not force:
         raise ConfigError(f"{file} exists already; name another file or pass --force")
+    if task is not None and task not in TASKS:
+        raise ConfigError(f"task: {task} is none of {', '.join(TASKS)}")
     answers = _answers(data, model, where, procs, steps)
+    if lora is not None and not answers.is_hf:
+        raise ConfigError("lora: adapters are for a Hugging Face folder; name one with --model")
+    answers = replace(answers, task=task or "", lora=lora or 0, teacher=teacher)
     text = _text(answers, path)
     loads(text, file)  # the rules of a run
     path.write_text(text, "utf-8")
@@ -195,10 +243,14 @@ def _text(answers: Answers, path: Path) -> str:
         "model": model,
         "data": data,
         "parallel": {"data": "auto"},
-        "optim": {"lr": 2e-5 if answers.is_hf else 1e-3},
+        "optim": {"lr": _learning_rate(answers)},
         "train": {"steps": answers.steps, "eval_every": max(answers.steps // 4, 1)},
         "checkpoint": {"save_every": max(answers.steps // 2, 1)},
     }
+    if data.get("name") == UNPAIRED:
+        sections["train"]["dpo"] = {"loss": "kto"}
+    if answers.teacher is not None:
+        sections["train"]["distill"] = {"teacher": answers.teacher}
     if answers.is_hf:
         sections["checkpoint"]["export"] = "hf"
     lines = [
@@ -223,6 +275,10 @@ def _lines(section: str, keys: dict[str, Any], indent: int = 2) -> Iterator[str]
     """Yield each key with its text in the schema as a comment, behind it or above it."""
     margin = " " * indent
     for key, value in keys.items():
+        if f"{section}.{key}" in SECTIONS:
+            yield f"{margin}{key}:"
+            yield from _lines(f"{section}.{key}", value, indent + 2)
+            continue
         comment = KEYS[f"{section}.{key}"].description or ""
         line = f"{margin}{write({key: value}).rstrip()}"
         if len(line) + len("  # ") + len(comment) <= _WIDTH:
@@ -253,11 +309,18 @@ def _slurm(answers: Answers) -> Iterator[str]:
     yield "    # cpus-per-task: 8  # CPU cores of a rank; without it Slurm gives each rank 1"
 
 
+def _learning_rate(answers: Answers) -> float:
+    if not answers.is_hf:
+        return 1e-3
+    return 2e-4 if answers.lora else 2e-5  # adapters start at zero and are few
+
+
 def _model_keys(answers: Answers) -> dict[str, Any]:
     if answers.is_target:
         return {"target": answers.model}
     if answers.is_hf:
-        return {"hf": answers.model}
+        lora = {"target": ["all-linear"], "r": answers.lora, "alpha": 2.0 * answers.lora}
+        return {"hf": answers.model} | ({"lora": lora} if answers.lora else {})
     return {"name": GPT, "layers": 4, "dim": 128, "heads": 4}
 
 
@@ -267,7 +330,7 @@ def _data_keys(answers: Answers) -> dict[str, Any]:
     if answers.data == EXAMPLE:
         keys: dict[str, Any] = {"name": "python_stdlib"}
     else:
-        keys = _file_keys(Path(answers.data))
+        keys = _file_keys(Path(answers.data), answers.task)
     if answers.is_hf:
         keys["tokenizer"] = answers.model
         longest = read_config(answers.model).get("max_position_embeddings")
@@ -291,32 +354,64 @@ def _fitting(seq_len: int, keys: dict[str, Any]) -> int:
     return seq_len
 
 
-def _file_keys(path: Path) -> dict[str, Any]:
-    """Return name, path and field of files whose kind their suffix tells; the rest is text."""
+def _file_keys(path: Path, task: str) -> dict[str, Any]:
+    """Return the data section for files whose kind their suffix tells; the rest is text.
+
+    task: of rows of JSON; "": by their fields.
+
+    Raises:
+        ConfigError: there are no such rows, or their fields are not those of a task.
+    """
     files = sorted(x for x in path.rglob("*") if x.is_file()) if path.is_dir() else [path]
     kinds = {x: KIND_OF_SUFFIX[x.suffix] for x in files if x.suffix in KIND_OF_SUFFIX}
     first = next(iter(kinds), None)
+    is_json = first is not None and first.suffix == SUFFIX_OF_KIND["jsonl"]
+    if task and not is_json:
+        raise ConfigError(f"task: {task} needs rows of JSON (.jsonl), but data is {path}")
     if first is None:
         return {"name": "text", "path": str(path)}
     keys = {"name": kinds[first], "path": str(path)}
-    if first.suffix == SUFFIX_OF_KIND["jsonl"]:
-        fields = _fields(first)
-        if fields.issuperset(_PAIRS):
-            return keys | {"name": PREFERENCE}
-        keys["field"] = _field(first, fields)
+    if not is_json:
+        return keys
+    row = _first_row(first)
+    task = task or next((x for x, names in _FIELDS_OF_TASK.items() if {*names} <= {*row}), "")
+    if not task:
+        fields = {key for key, value in row.items() if isinstance(value, str | list)}
+        return keys | {"field": _field(first, fields)}
+    keys |= {"name": task} | _label_keys(first, task)
+    if task == EMBEDDING and "negatives" in row:
+        keys["num_negatives"] = len(row["negatives"])
     return keys
 
 
-def _fields(file: Path) -> set[str]:
+def _label_keys(file: Path, task: str) -> dict[str, Any]:
+    """Return the classes of a task that has some: the labels in the file, in order."""
+    if "labels" not in DATA[task].keys:
+        return {}
+    labels = set[str]()
     with file.open("rb") as lines:
-        line = lines.readline(_MOST_OF_A_LINE)
+        for line in lines.readlines(_MOST_LABELS):
+            label = _row(file, line).get("label", ())
+            every = label if isinstance(label, list) else [label]
+            labels |= {str(x) for x in every if x not in (None, IGNORED)}
+    if not labels:
+        raise ConfigError(f"data: no row of {file} has a label; write it under the key label")
+    return {"labels": sorted(labels)}
+
+
+def _first_row(file: Path) -> dict[str, Any]:
+    with file.open("rb") as lines:
+        return _row(file, lines.readline(_MOST_OF_A_LINE))
+
+
+def _row(file: Path, line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except ValueError:
         row = None
     if not isinstance(row, dict):
-        raise ConfigError(f"data: the first line of {file} is not a JSON object")
-    return {key for key, value in row.items() if isinstance(value, str | list)}
+        raise ConfigError(f"data: {line[:60]!r} in {file} is not a JSON object on one line")
+    return row
 
 
 def _field(file: Path, fields: set[str]) -> str:
