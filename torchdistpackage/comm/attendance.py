@@ -70,6 +70,7 @@ def expect_all(call_name: str, group: Group, limit_s: float | None = None) -> No
     if store.add(key, 1) == len(ranks):
         store.set(f"{key}/all", "")
     try:
+        # the last rank to come sets the key, so this returns when all are there
         store.wait([f"{key}/all"], timedelta(seconds=limit_s))
     except RuntimeError as error:
         absent = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]

@@ -155,6 +155,7 @@ def let_workers_rest(limit_s: float = 5.0, look_s: float = 0.005) -> None:
     ends_at = time.monotonic() + limit_s
     previous, current = {"": ""}, _workers()
     while current != previous and time.monotonic() < ends_at:
+        # releases the lock meanwhile, so that a worker which waits for it can go to sleep
         time.sleep(look_s)
         previous, current = current, _workers()
 

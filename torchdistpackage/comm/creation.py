@@ -481,6 +481,7 @@ def creation_limit(
 
     def watch() -> None:
         limit, came, warns = limit_s + MARGIN_S, False, rank == ranks[0]
+        # wakes at once when the group is made, else to warn or at the limit
         while not ended.wait(max(min(limit - roll.elapsed_s, WARN_S), 0.0)):
             if roll.elapsed_s >= limit and not came:
                 if text := roll.absent(limit_s):

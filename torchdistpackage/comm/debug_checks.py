@@ -109,6 +109,7 @@ def agree_messages(group: dist.ProcessGroup, messages: Sequence[tuple[str, Tenso
     limit = state_of(group).limit
     try:
         for work in dist.batch_isend_irecv(operations) if operations else ():
+            # the answers must be here before they are compared
             work.wait() if limit is None else work.wait(limit)
     except RuntimeError as error:
         peers = sorted({peer for _, _, peer in messages})

@@ -83,6 +83,7 @@ def broadcast_tensors(
         staged = sent.to(_device_for(x, carrier))
         works.append((x, primitives.broadcast(staged, carrier, source, async_op=True)))
     for x, pending in works:
+        # all broadcasts have been started by now, so they travel side by side
         arrived = pending.wait()
         if not is_source and arrived.device != x.device:
             x.detach().copy_(arrived)
@@ -165,6 +166,7 @@ def gather_to(x: Tensor, dim: int, group: Group | str, target: int) -> Tensor | 
     for rank, part in zip(ranks, parts, strict=True):
         if part is not own_part:
             post.receive([part], rank)
+    # the parts are joined next, so all must have arrived
     post.go().wait()
     return torch.cat(parts, dim).to(x.device)
 

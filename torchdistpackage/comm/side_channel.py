@@ -52,6 +52,7 @@ class SideChannel:
                 group, at = self._to(peer)
                 works.append(group.send([x], at, 0))
             for work in works:
+                # all are started before the first wait, or two ranks could wait for each other
                 work.wait()
         except RuntimeError as error:
             peers = sorted({peer for _, peer in (*sends, *receives)})

@@ -157,6 +157,7 @@ class StoredObjects:
 
     def _read(self, key: str, source: int) -> object:
         try:
+            # a get without a wait would use the time limit of the store, not that of the group
             self._store.wait([key], self.limit)
             return self._value(key, self._store.get(key))
         except CommError:
@@ -169,6 +170,7 @@ class StoredObjects:
 
     def _read_all(self, keys: list[str]) -> list[object]:
         try:
+            # one wait for all keys: the values then come in one answer
             self._store.wait(keys, self.limit)
             values = self._store.multi_get(keys)
             return [self._value(key, data) for key, data in zip(keys, values, strict=True)]

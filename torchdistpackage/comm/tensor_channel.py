@@ -115,6 +115,7 @@ class SendQueue:
     def _wait_for_oldest(self) -> None:
         work, num_bytes = self._works.popleft()
         self._bytes -= num_bytes
+        # the oldest was begun first, so it is the one most likely to be over
         work.wait()
 
 
@@ -169,6 +170,8 @@ class TensorChannel:
         num_missing = int.from_bytes(header[:8].numpy().tobytes(), "big") + 8 - HEADER_BYTES
         if num_missing > 0:
             rest = torch.empty(num_missing, dtype=torch.uint8, device="cpu")
+            # its length is known only from the header that has arrived, so it cannot be asked for
+            # earlier
             self.host.receive([rest], source).wait()
             header = torch.cat([header, rest])
         raw = header.numpy().tobytes()

@@ -95,6 +95,7 @@ class Batches:
         if self._thread is not None:
             self._tasks.put(None)
             if wait:
+                # the source may be closed next, and the thread must not read from it then
                 self._thread.join()
             self._thread = None
             self._tasks = SimpleQueue()

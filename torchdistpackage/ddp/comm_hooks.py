@@ -54,6 +54,7 @@ def _narrow(
     narrower = flat.is_floating_point() and flat.element_size() > dtype.itemsize
     if group.size() == 1 or not narrower:
         return start(flat, group, op)
+    # the smaller dtype is for the network alone; gradients keep theirs
     wire = flat.to(dtype)
     return _Narrowed(flat, wire, start(wire, group, op))
 
@@ -68,6 +69,7 @@ class _Narrowed:
 
     def wait(self) -> None:
         self._pending.wait()
+        # the optimizer reads the bucket in its own dtype
         self._flat.copy_(self._wire)
 
 
@@ -212,6 +214,7 @@ class _Underway:
         """Wait for the sum of P, make it orthonormal, and start to sum Q."""
         if self._second is not None:
             return
+        # the sum must be complete: a P that is made orthonormal first would differ between ranks
         arrived = self._first.wait()
         sums, plain = arrived[: len(self._matrices)], arrived[len(self._matrices) :]
         for part, reduced in zip(self._plain, plain, strict=True):

@@ -106,6 +106,7 @@ class SparseGrad:
         """Return (ids, rows) of each rank."""
         sizes = [max(count, 0) for count in counts]
         both = [primitives.all_gather(x, self._group, sizes, True) for x in (ids, rows)]
+        # both gathers are under way before the first is waited for
         return zip(*(work.wait().split(sizes) for work in both), strict=True)
 
 

@@ -51,6 +51,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             out = out * _on_channels(self.weight, x)
         if self.bias is not None:
             out = out + _on_channels(self.bias, x)
+        # computed in float32, and returned as the layers around expect it
         return out.to(x.dtype)
 
     def _follow(self, mean: Tensor, variance: Tensor) -> None:
@@ -62,6 +63,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             weight = 1.0 / self.num_batches_tracked.item()
         for running, current in ((self.running_mean, mean), (self.running_var, variance)):
             assert running is not None
+            # lerp_ takes one dtype, and the buffers may be narrower than the statistics
             running.lerp_(current.to(running.dtype), weight)
 
     def __deepcopy__(self, memo: dict) -> "SyncBatchNorm":

@@ -292,6 +292,7 @@ def _is_partial(
         return False
     if not full[0].is_floating_point():
         return False
+    # in float64, so that the order of the ranks does not change the comparison
     total = sum((x.double() for x in outputs), start=0 * full[0].double())
     return float((total - full[0]).abs().max()) <= measure.tolerance * float(full[0].abs().max())
 
@@ -440,6 +441,7 @@ def _grad_cause(reference: Tensor, grads: Sequence[Tensor], axes: Axes) -> str:
     """Return the usual cause of a wrong gradient."""
     alike = all(x.shape == grads[0].shape for x in grads)
     if alike and grads[0].shape == reference.shape:
+        # in float64, so that the order of the ranks does not change the comparison
         total = sum((x.double() for x in grads), start=0 * reference.double())
         for factor in (1.0, 1.0 / len(grads), *(1.0 / size for size in _sizes(axes))):
             apart = difference(total * factor, reference)

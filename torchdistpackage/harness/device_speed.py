@@ -198,6 +198,7 @@ def _median_s(call: Callable[[], object], device: torch.device) -> float:
 
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
+        # the host only queues kernels, and the clock must see their end
         torch.cuda.synchronize()
 
 

@@ -261,6 +261,7 @@ class ForkServer:
         return answer.pid
 
     def _death(self) -> str:
+        # it closes its socket only as it ends, and its exit code says how it did
         code = self._process.wait() if self._process is not None else None
         return (
             f"the fork server ended with exit code {code} (minus a signal), and its children "

@@ -222,6 +222,7 @@ class Lock:
         remove_empty(self._made)
 
     def _beat(self) -> None:
+        # not a sleep: a release ends the thread at once
         while not self._released.wait(HEARTBEAT_S):
             with self._beating:
                 if self._released.is_set():

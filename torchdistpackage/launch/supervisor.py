@@ -226,6 +226,8 @@ class _RankSupervisor:
         with selectors.DefaultSelector() as selector:
             selector.register(output, selectors.EVENT_READ)
             while status is None:
+                # wakes for output; the limit is for signals and the end of the rank, which write
+                # none
                 selector.select(_POLL_S)
                 if not self._copy(output, log) and selector.get_map():
                     selector.unregister(output)

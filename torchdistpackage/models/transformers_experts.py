@@ -78,6 +78,7 @@ class StackedExperts(nn.Module):
                 f"{self.name}: the router's scores are NaN on rank {ranks}; look for what "
                 f"overflowed before it, or lower the learning rate"
             )
+        # nothing else is there to compute until the rows of other ranks have come
         rows = plan.start(plan.rows_of(hidden_states)).wait()
         rows = gated_mlps(rows, plan, self.gate_up_proj, self.down_proj, self.act_fn)
         y = plan.combine(plan.send_back(rows), top_k_weights)

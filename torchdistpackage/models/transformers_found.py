@@ -343,6 +343,7 @@ def _try(model: Any, config_dict: Mapping[str, Any]) -> _Tried:
         loss = loss - factor * output.aux_loss
     if not isinstance(logits, Tensor) or logits.shape[:2] != ids.shape:
         return _Tried(f"{name} makes no logits of each token")
+    # transformers computes its losses in float32
     shifted = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
     as_given = F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
     near = (torch.isclose(loss, x, rtol=_TOLERANCE, atol=1e-6) for x in (shifted, as_given))

@@ -310,6 +310,7 @@ class Constructed:
 
     def keep(self, meta: nn.Parameter, value: Tensor) -> None:
         if value.numel() <= self.MOST:
+            # a copy, as the parameter loses its memory; float32 whatever the default dtype is
             self._of[meta] = value.detach().float().clone()
 
     def name(self, model: nn.Module) -> None:

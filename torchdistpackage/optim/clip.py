@@ -242,6 +242,7 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
     for (dtype, device), grads in _alike(p.grad for p in parameters if p.grad is not None):
         local_factor = factor.to(device)
         if dtype not in _HALVES:
+            # one dtype for all, or torch multiplies tensor by tensor
             torch._foreach_mul_(grads, local_factor.to(dtype))
             continue
         for grad in grads:

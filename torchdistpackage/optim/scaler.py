@@ -109,6 +109,7 @@ class GradScaler(torch.amp.GradScaler):
         flags = [torch.zeros((), dtype=torch.float32, device=scale.device)]
         for (device, _), grads in alike.items():
             flag = torch.zeros((), dtype=torch.float32, device=device)
+            # as torch's GradScaler: float32 division is inexact with some compiler options
             inverse = scale.double().reciprocal().float().to(device, non_blocking=True)
             torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inverse)
             flags.append(flag.to(scale.device, non_blocking=True))

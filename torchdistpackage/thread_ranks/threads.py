@@ -230,6 +230,7 @@ class Threads:
         with self.lock:
             self._next()
             while not self._over:
+                # wakes when a rank acts; the limit is for ranks that compute without acting
                 self._changed.wait(self._patience_s / 2)
                 now = time.monotonic()
                 if now > end and not self._over:

@@ -164,6 +164,7 @@ class _ModuleStorages:
         """
         streams, copies = self._offload.streams, self._offload.copies
         if streams is not None and self._by_key:
+            # the copies may read only what the forward has computed by now
             copies.wait_event(streams.current().record_event())
         for storage in self._by_key.values():
             assert storage.source is not None
@@ -240,6 +241,7 @@ class _ModuleStorages:
     def _wait(self, event: Any) -> None:
         streams = self._offload.streams
         if event is not None and streams is not None:
+            # the stream waits for the copy, and the host goes on to queue kernels
             streams.current().wait_event(event)
 
 

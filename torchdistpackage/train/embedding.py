@@ -204,6 +204,7 @@ class EmbeddingLoss(TaskLoss):
         if model.tells_loss:
             self.add([correct])
             if self._kept is not None and not model.stage.training:
+                # float64, since numpy has no bf16 and cosines of near texts differ little
                 arrays = own.vectors.detach().double().cpu().numpy(), own.texts.cpu().numpy()
                 self._kept.append(arrays)
         return loss, counts.sum()

@@ -270,6 +270,7 @@ def _wait_for_room(files: RunDir, signals: SignalFlag, limit_s: float) -> None:
                 f"{why}, and rank 0 has not yet moved an earlier run out of {files.run}; see the "
                 "log of rank 0"
             )
+        # polls, as a shared file system does not tell of a new line
         time.sleep(_LOOK_S)
 
 

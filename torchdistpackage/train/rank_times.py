@@ -109,6 +109,7 @@ class RankTimes(Callback):
         if self._pending is None:
             return
         (step, num, sent), self._pending = self._pending, None
+        # it was sent a step ago, so this hardly waits
         table = sent if isinstance(sent, OnHost) else OnHost(sent.wait())
         if self._log is None:
             return

@@ -75,7 +75,9 @@ class StepTrace(Callback):
     def _begin(self) -> None:
         device = self._trainer.device
         if device.type == "cuda":
+            # kernels of the step before must not run into the first traced one
             torch.cuda.synchronize(device)
+        # all ranks leave it at about one moment, which is time 0 of all of them
         primitives.barrier()
         self._base = clock_of(device)(), time.monotonic()
         self._is_on = True

@@ -177,6 +177,7 @@ def _prepare(rank: RunRank) -> StartChanges:
         changes = start_changes(rank.files.resolved, config)
         atomic_write(rank.files.resolved, config.to_yaml())
         remove_traces(folder)
+    # rank 0 has made the folder, or moved an earlier one aside, before others write into it
     primitives.barrier()
     source = rank.rendezvous.source
     if source != "slurm" and (rank.is_main or source != "local"):
@@ -288,6 +289,7 @@ def _run(rank: RunRank, prepared: PreparedRun, stop: StopController) -> EndedRun
         with watch.allow_slow():
             if loss is not None:
                 finish(loop, loss, text=text, plot=config.log.plot)
+            # no rank leaves before all are done, or its end would look like a failure to the others
             primitives.barrier()
     return EndedRun(loop, loss, trackers)
 

@@ -144,6 +144,7 @@ class TokenWorkers:
         try:
             while worker.child.exit is None and time.monotonic() < until_s:
                 self._server.reap()
+                # the kernel reports the end of a process a little after its channel is closed
                 time.sleep(0.01)
             gone = worker.child.exit
             code = None if gone is None else gone.exit_code

@@ -150,6 +150,7 @@ class ReduceScatterBucket:
         if self._replicas is not None:
             assert self._work is not None
             self._work.wait()
+            # the sum over replicas is a second collective, and its result is what is added
             self._add_to_total()
             self._flags.land()
         self._work, self.phase = None, SumPhase.IDLE
@@ -235,6 +236,7 @@ class ReduceScatterBucket:
         elif self._is_apart and self._has_sum:
             total = self._store.here(self.total)
             self._zero_dropped(total)
+            # the total over several backwards may be wider than what one backward sends
             total.add_(self._slice.to(total.dtype))
             self._store.offload(self.total, total)
         elif self._is_apart:
@@ -331,6 +333,7 @@ class UsedFlags:
         """Start the sum over replicas, if there are any; every rank calls it before it settles."""
         if self.replicas is not None and self._num_sums == 1 and self._work is not None:
             self._num_sums = 2
+            # the second sum reads the result of the first
             self._work = start_all_reduce(self._work.wait(), self.replicas)
 
     def used(self, flag: int) -> bool:

@@ -345,6 +345,7 @@ class ZeroOptimizer(ShardedOptimizerBase):
         self.reducer.finish()
         self.arrive()
         for bucket in self._buckets:
+            # callers read or replace the state next, and a sum in flight still writes to it
             bucket.wait()
 
     def _make_bucket_comm(self, bucket: Bucket, members: Sequence[ParamSpec]) -> BucketComm:

@@ -160,6 +160,7 @@ class LateGroup(OwnGroup):
             while self.calls:
                 self.deliver_next()
             transfer = begin()
+            # a call that blocks leaves nothing in flight
             transfer.wait()
             finish(transfer, list(writes))
             world.observer.called(self, name, list(read_only.values()), writes, None)

@@ -198,6 +198,7 @@ class _Calls(Observer):
             self._streams[queue] = history.stream(f"the stream of{name.partition(' over')[2]}")
         stream, begin, end = self._streams[queue], history.event(), history.event()
         history.record(begin, _now.stream)
+        # as NCCL does: its own stream begins after what the caller has queued so far
         history.wait(stream, begin)
         accesses = history.run(stream, name, reads, writes)
         for access in accesses:
@@ -208,6 +209,7 @@ class _Calls(Observer):
     def waited(self, call: LateCall) -> None:
         if call in self._ends:
             end, accesses = self._ends[call]
+            # as a wait for an NCCL call: it holds up the caller's stream, not the host
             _histories[-1].wait(_now.stream, end)
             for access in accesses:
                 access.in_flight = False

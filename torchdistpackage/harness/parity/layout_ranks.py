@@ -99,6 +99,7 @@ def _take_steps(
     model = build()
     if not isinstance(model, ParityModel):
         raise ConfigError(f"build returned a {type(model).__name__}; return a ParityModel")
+    # in float64 rounding is far below a wrong result
     module = model.module.to(torch.float64)
     parts = {_plain(name): part for name, part in module.named_modules()}
     record.initial = named(module.named_parameters())

@@ -21,6 +21,7 @@ def equalise(module: nn.Module, group: Group) -> None:
     """
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     built = {name: (str(t.dtype), tuple(t.shape), t.is_meta) for name, t in tensors.items()}
+    # float64 keeps sums of many values apart that differ in one
     sums = {n: float(t.double().abs().sum()) for n, t in tensors.items() if not t.is_meta}
     every = collectives.gather_objects((built, sums), group)
     first_built, first_sums = every[0]

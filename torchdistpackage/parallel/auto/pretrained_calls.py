@@ -75,6 +75,7 @@ class PretrainedCalls:
         result = None
         if group.rank() == 0:
             result = super().save_pretrained(save_directory, *args, **kwargs)
+        # rank 0 alone writes; the others may read the folder once this returns
         collectives.barrier(group)
         return result
 

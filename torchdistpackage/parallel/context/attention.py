@@ -153,6 +153,7 @@ class _ContextAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         back = Backward(_dense(grad), q, out, lse, ctx.scoring, ctx.drawn)
         dk, dv = ctx.exchange.run_backward(k, v, back.part)
+        # gradients are added over ranks in float32, and rounded once here
         return back.take(), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
@@ -319,6 +320,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
+    # as torch's autocast, which leaves float64 alone
     return tuple(x.to(dtype) if x.dtype is not torch.float64 else x for x in tensors)
 
 

@@ -277,6 +277,7 @@ class GatheredKeys:
     def run_backward(self, k: Tensor, v: Tensor, backward: Backward) -> Pair:
         works = self._begin(k), self._begin(v)
         own_grads = backward(self._own, k, v)
+        # after the own part, which was computed while the keys travelled
         gathered = [work.wait().movedim(0, 2) for work in works]
         grads_before, grads_after = (
             backward(tasks, *(keys_or_values[:, :, span] for keys_or_values in gathered))

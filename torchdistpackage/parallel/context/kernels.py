@@ -162,12 +162,14 @@ def _hand_forward(q, k, v, mask, options):
     if options.dropout:
         drawn = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
         weights = weights * _kept(weights, drawn, options.dropout)
+    # as flash attention: weights are computed in float32, and multiplied in the dtype of values
     return _by_query(q, _by_key(weights.to(v.dtype), v) @ v), lse, drawn
 
 
 def _hand_backward(grad, q, k, v, out, lse, mask, drawn, options):
     weights = (_hand_scores(q, k, mask, options) - lse[..., None]).exp()
     kept_factor = 1.0 if drawn is None else _kept(weights, drawn, options.dropout)
+    # sums are in the dtype of the weights, float32 for half precision, as in flash attention
     sum_dtype = weights.dtype
     dv = _by_key(weights * kept_factor, v).mT @ _by_key(grad.to(sum_dtype), v)
     grad_weights = _by_query(q, _by_key(grad, v) @ v.mT).to(sum_dtype) * kept_factor

@@ -74,6 +74,7 @@ class Merged:
                 task, q[:, :, rows], k[:, :, columns], v[:, :, columns]
             )
             self.drawn.append(drawn)
+            # several parts are added up, so they are kept in float32 until the last one
             out = out.to(lse.dtype)
             if self.out is None or self.lse is None:
                 if rows == slice(0, q.shape[2]):

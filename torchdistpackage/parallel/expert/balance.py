@@ -176,6 +176,7 @@ def apply_counts(
     """
     for router, numbers in zip(routers, counts, strict=True):
         if (old := router.balance_state) is not None:
+            # counts travel in the dtype of the loss, which may be wider than that of the state
             new = router.moved_state(router.shape, old, numbers[:-1].to(old.dtype))
             old.copy_(new if valid is None else torch.where(valid, new, old))
 

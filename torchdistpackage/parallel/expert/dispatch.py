@@ -376,6 +376,7 @@ class _Combine(torch.autograd.Function):
         grad_weights = None
         if ctx.needs_input_grad[1]:
             wide = torch.promote_types(rows.dtype, weights.dtype)
+            # the dot product runs over the width of the model, and is rounded once
             dots = torch.linalg.vecdot(grad_rows.to(wide), rows.to(wide)).to(weights.dtype)
             grad_weights = weights.new_zeros(plan.num_choices + plan.is_padded)
             grad_weights.index_copy_(0, plan.order, dots)
@@ -435,5 +436,6 @@ def _of_tokens(rows: Tensor, plan: Choices, weights: Tensor | None = None) -> Te
         return full.sum(1)
     y = full[:, 0] * weights[:, :1]
     for place in range(1, plan.top_k):
+        # y has the wider dtype of rows and weights, so the sum over choices is rounded once below
         y.addcmul_(full[:, place].to(y.dtype), weights[:, place, None].to(y.dtype))
     return y.to(rows.dtype)

@@ -94,6 +94,7 @@ def rotate(x: Tensor, tables: Tables) -> Tensor:
     cos, sin = tables
     first, second = x.chunk(2, -1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    # the tables are float32, since angles of late positions need more digits than bf16 has
     return turned.to(x.dtype)
 
 

@@ -82,6 +82,7 @@ class Arrivals:
         yield self.chunks.mine
         own_rank = self.chunks.group.rank()
         for rows, work in zip(self.chunks.rows, self.works, strict=True):
+            # later rows still travel while these are computed with
             parts = work.wait().split([r.stop - r.start for r in rows])
             for rank, (target, part) in enumerate(zip(rows, parts, strict=True)):
                 if rank != own_rank and len(part):
@@ -120,6 +121,7 @@ def start_scatter(
             if len(into):
                 compute(target, into)
         works.append(primitives.reduce_scatter(partial, chunks.group, chunks.sizes(index), True))
+    # waits when the result is asked for, so the caller can compute meanwhile
     return lambda: _joined([work.wait() for work in works])
 
 

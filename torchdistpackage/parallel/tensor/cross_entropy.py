@@ -113,6 +113,7 @@ def linear_cross_entropy(
         raise LayoutError(f"chunk_tokens is {chunk_tokens}; use 1 or more")
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
+        # a custom function is not seen by autocast, which would cast the matmul of nn.Linear
         x, weight = x.to(dtype), weight.to(dtype)
     targets = LossTargets.of(target, terms, ignore_index, class_weight, x.dtype)
     if is_traced():
@@ -169,6 +170,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_x[at] = out @ weight
                 grad_weight += out.t() @ flat[at]
             all_reduce(grad_x, terms.group)
+        # the chunks were added in float32, and are rounded once here
         grads = grad_x.view(x.shape), grad_weight.to(weight.dtype)
         return *_once((x, weight, grad), *grads), None, None, None
 

@@ -86,6 +86,7 @@ class DivergenceTerms:
         if x[0].shape[-1]:
             for side in range(len(x)):
                 for at in rows_at_once(x[side]):
+                    # in float32: the quotient is subtracted from logits before exp
                     highest[side, at] = x[side][at].amax(-1).to(dtype) / self.temperature
         if self.group is not None:
             all_reduce(highest, self.group, MAX)
@@ -173,6 +174,7 @@ def vocab_parallel_top_k(
     dtype, first = torch.promote_types(x.dtype, torch.float32), 0
     log_sums = DivergenceTerms(group, 0.0, 1.0).log_sums((x,), dtype)[0]
     values, ids = x.topk(min(k, x.shape[-1]))
+    # log-probabilities are differences of near numbers, which bf16 would round away
     values = values.to(dtype)
     if group is not None and group.size() > 1:
         first, _ = vocab_range(vocab, group)
@@ -229,6 +231,7 @@ class _TopKDivergence(torch.autograd.Function):
         dtype = torch.promote_types(logits.dtype, torch.float32)
         x, columns = logits.flatten(0, -2), columns.flatten(0, -2)
         log_sums = terms.log_sums((x,), dtype)[0]
+        # log-probabilities are differences of near numbers, which bf16 would round away
         scaled = log_probs.flatten(0, -2).to(dtype) / terms.temperature
         teacher = scaled.log_softmax(-1)
         width = x.shape[-1]

@@ -27,6 +27,7 @@ def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round the rows of x (M, K) to e4m3; return them with factors (M, 1), float32, that scale them
     back.
     """
+    # float32, so that the factor itself is not rounded to the few bits of bf16
     largest = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-12)
     factor = largest / torch.finfo(E4M3).max
     return (x.float() / factor).to(E4M3), factor
@@ -47,6 +48,7 @@ def scaled_product(a: Tensor, b: Tensor) -> Tensor:
             use_fast_accum=True,
         )
         return out.to(a.dtype)
+    # a CPU has no float8 matmul; float32 adds up without further rounding, as a GPU does
     return ((first.float() @ second.float().t()) * of_a * of_b.t()).to(a.dtype)
 
 
@@ -71,6 +73,7 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
+        # a custom function is not seen by autocast, which would cast the matmul of nn.Linear
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     y = _Float8Product.apply(x.reshape(-1, x.shape[-1]), weight)
     y = y.view(*x.shape[:-1], weight.shape[0])

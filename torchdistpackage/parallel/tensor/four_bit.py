@@ -182,6 +182,7 @@ class PackedProduct:
         kind = x.device.type
         if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(kind)
+            # a custom function is not seen by autocast, which would cast the matmul of nn.Linear
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
         y = _ProductOfPacked.apply(x, values, self.state)
         return y if bias is None else y + bias

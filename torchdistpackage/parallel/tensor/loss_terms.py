@@ -170,6 +170,7 @@ def look(x: Tensor, smooths: bool, targets: LossTargets) -> Tensor:
     hit.masked_fill_(~targets.mine, 0)
     own_weights = targets.own_weights
     for at in rows_at_once(x):
+        # exp and sums over a vocabulary are in float32; a block at a time, to save memory
         block = x[at].to(statistics.dtype)
         torch.amax(block, -1, out=highest[at])
         below = block - highest[at].masked_fill(highest[at] == -torch.inf, 0).unsqueeze(-1)

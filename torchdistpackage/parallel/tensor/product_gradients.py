@@ -49,6 +49,7 @@ def autocast(
     dtype = torch.get_autocast_dtype(x.device.type)
 
     def cast(t: Tensor) -> Tensor:
+        # as torch's autocast, which leaves float64 alone
         return t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t
 
     return cast(x), [cast(w) for w in weights], [b if b is None else cast(b) for b in biases]

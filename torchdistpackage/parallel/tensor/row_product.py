@@ -171,6 +171,7 @@ class _ScatterAdd(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         dtype, bias_dtype = ctx.dtypes
+        # the sum with the bias may be wider than x; cast before it is sent, so that fewer bytes are
         rows = apply(ctx.scatter.transposed(), grad.to(dtype))
         of_bias = as_matrix(rows).sum(0, dtype=bias_dtype) if ctx.needs_input_grad[1] else None
         return rows, of_bias, None

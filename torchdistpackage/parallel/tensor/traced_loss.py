@@ -149,12 +149,14 @@ def _look_backward(
     with torch.autocast(x.device.type, enabled=False):
         for start in range(0, len(x), num_tokens):
             at = slice(start, start + num_tokens)
+            # exp is taken in the dtype of the statistics, from which the maxima were subtracted
             part = (x[at] @ weight.t()).to(stats.dtype)
             if part.shape[-1]:
                 part.sub_(stats[0, at].unsqueeze(-1)).exp_().mul_(grad[1, at].unsqueeze(-1))
                 part.scatter_add_(-1, column[at].unsqueeze(-1), of_hit[at].unsqueeze(-1))
             if smooths:
                 part += grad[3, at].unsqueeze(-1) * (1 if own_weights is None else own_weights)
+            # both matmuls take one dtype, that of the model
             part = part.to(x.dtype)
             grad_x[at] = part @ weight
             grad_weight += part.t() @ x[at]

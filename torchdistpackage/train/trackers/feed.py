@@ -67,6 +67,7 @@ class TrackerFeed:
 
     def _serve(self) -> None:
         wait_s = 0.0
+        # not a sleep: the end of the run ends the thread at once
         while not self._end.wait(wait_s):
             wait_s = _LOOK_S if self._attempt(self._feed) else _AGAIN_S
         if self._attempt(self._feed):
