@@ -38,7 +38,7 @@ def read_keys(monkeypatch) -> set[str]:
         ("moe_tiny", AUTO),
         ("gpt_tiny", ("train.compile=blocks", "parallel.zero=2", "parallel.zero_group=node")),
         ("gpt_slurm", AUTO),
-        ("gpt_tiny", (*AUTO, "optim.groups=[{params: '*', lr: 0.1}]", "optim.ema_decay=0.9")),
+        ("gpt_tiny", (*AUTO, "optim.groups=[{params: ['*'], lr: 0.1}]", "optim.ema_decay=0.9")),
     ],
 )
 def test_a_plan_reads_only_the_keys_it_declares(file, changes, read_keys, monkeypatch) -> None:
