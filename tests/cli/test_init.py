@@ -163,8 +163,8 @@ def test_a_file_that_is_there_stays_without_force(folder: Path, capsys):
         (["--steps", "0"], ["steps", "0"]),
         (["--data", "odd.jsonl", "--model", "tiny"], ["author", "title", "rename"]),
         (["--data", "lines.jsonl"], ["data.tokenizer"]),  # by the rules of a run
-        (["--lora", "4"], ["lora", "--model"]),
-        (["--task", "rewards"], ["rewards", "reward, "]),
+        (["--lora", "4", "--steps", "2"], ["lora", "--model"]),
+        (["--task", "rewards"], ["rewards", "unpaired_preference"]),
         (["--data", "texts", "--task", "reward"], ["reward", "texts"]),
         (["--data", "lines.jsonl", "--model", "tiny", "--task", "classification"], ["label"]),
     ],
