@@ -33,6 +33,7 @@ def send(x: Tensor, group: Group, target: int) -> None:
     if recorder.checks:
         _peer(group, target, "send to")
         debug_checks.agree_messages(group, [("send", x, target)])
+    # returns when `x` may be changed again, as torch's send does
     start_send(x, group, target).wait()
 
 
@@ -45,6 +46,7 @@ def receive(x: Tensor, group: Group, source: int) -> Tensor:
     if recorder.checks:
         _peer(group, source, "receive from")
         debug_checks.agree_messages(group, [("receive", x, source)])
+    # returns when the message is in `x`, as torch's recv does
     return start_receive(x, group, source).wait()
 
 

@@ -125,6 +125,7 @@ class AllReduceBucket:
 
     def wait(self) -> None:
         assert self._work is not None
+        # after it the host, or the stream of a device, may read the sums
         self._work.wait()
         self._work = None
         if self._narrows and not self._without:

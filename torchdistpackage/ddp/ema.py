@@ -226,6 +226,7 @@ class ShardedEMA:
                 (name, start_receive(x, through, spec.owner) if x.numel() else Work(x))
             )
         for name, pending in receiving:
+            # the caller writes or copies it next
             yield name, pending.wait()
 
     def _group_for(self, device: torch.device) -> Group:

@@ -92,6 +92,7 @@ class SparseGrad:
             # the argument is explicit because torch warns without it, and 2.11 takes only this form
             with torch.sparse.check_sparse_tensor_invariants(enable=False):
                 total = torch.sparse_coo_tensor(ids, rows, parameter.shape).coalesce()
+        # rows may have been added in a wider dtype; autograd takes gradients of the parameter's own
         parameter.grad = total.div_(divide).to(parameter.dtype)
 
     def abandon(self) -> None:

@@ -450,6 +450,7 @@ def _grad_cause(reference: Tensor, grads: Sequence[Tensor], axes: Axes) -> str:
                 return f"a gradient that nobody sums over {' and '.join(axes)}"
     for size in _sizes(axes):
         for factor in (size, 1 / size):
+            # in float64, so that the division adds no rounding of its own
             apart = [difference(x.double() / factor, reference) for x in grads]
             if all(x is not None and x <= TOLERANCE for x in apart):
                 kind = "summed where the mean belongs" if factor > 1 else "divided twice"

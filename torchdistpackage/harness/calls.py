@@ -173,6 +173,7 @@ def tdp_call(operation: str, x: Tensor, member: GroupMember) -> Call:
         post = p2p.Post(group)
         post.receive([room], peer)
         post.send([x], peer)
+        # a bare call of torch, which it is measured against, waits too
         post.go().wait()
         return room
 

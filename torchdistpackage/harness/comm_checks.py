@@ -185,6 +185,7 @@ def _exchange(member: GroupMember, ways: list[tuple[int, int]], number: int) -> 
     for way, (room, (source, target)) in enumerate(zip(rooms, ways, strict=True)):
         post.receive([room], source)
         post.send([rank_pattern(member.rank, number, like) + 256 * way], target)
+    # what has arrived is compared next
     post.go().wait()
     for way, (room, (source, _)) in enumerate(zip(rooms, ways, strict=True)):
         yield room, rank_pattern(source, number, like) + 256 * way, f" from rank {source}"

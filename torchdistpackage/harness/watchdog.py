@@ -280,6 +280,7 @@ class HangWatchdog(Heartbeat):
 
     def _run(self) -> None:
         peeks = count()
+        # not a sleep: an alarm or the end of the run ends it at once
         while not self._alarm.wait(self._peek_s):
             if looks := next(peeks) % PEEKS == 0:
                 self._c_stacks.arm()

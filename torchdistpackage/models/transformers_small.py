@@ -88,6 +88,7 @@ class Sample:
     def loss(self, outputs: Tensor) -> Tensor:
         """Return a loss that each of the outputs moves: of the ids, where these are predicted."""
         if self.is_causal:
+            # as transformers, which computes losses in float32
             return F.cross_entropy(outputs.flatten(0, 1).float(), self.ids.flatten())
         draw = torch.Generator().manual_seed(1)
         return (outputs * torch.randn(outputs.shape, generator=draw)).mean()

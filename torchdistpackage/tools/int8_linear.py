@@ -104,6 +104,7 @@ class Int8Linear(nn.Module):
         scale = (full.abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
         self.register_buffer("weight", (full / scale[:, None]).round().to(torch.int8))
         self.register_buffer("scale", scale)
+        # the operator takes a bias of float32 alone
         bias = None if linear.bias is None else linear.bias.detach().float()
         self.register_buffer("bias", bias)
         self._packed: tuple[tuple[int, ...], Any] | None = None
@@ -133,6 +134,7 @@ class Int8Linear(nn.Module):
                 # torch plans to replace the tensor type, not the product
                 warnings.filterwarnings("ignore", message=".*quantize.*deprecated", module="torch")
                 warnings.simplefilter("ignore", UserWarning)
+                # as torch keeps scales of quantized tensors
                 w = torch._make_per_channel_quantized_tensor(
                     self.weight, self.scale.double(), zero, 0
                 )

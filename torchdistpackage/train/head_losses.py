@@ -95,6 +95,7 @@ class HeadLoss(TaskLoss):
     def _keep(self, outputs: Tensor, labels: Tensor) -> None:
         """Keep outputs (N, K) and labels (N,) of a validation."""
         if self._kept is not None:
+            # float64, since numpy has no bf16 and scores of near samples differ little
             self._kept.append((outputs.detach().double().cpu().numpy(), labels.cpu().numpy()))
 
     def end_validation(self, group: Group) -> Mapping[str, float]:

@@ -113,7 +113,9 @@ class UnpairedLoss(PreferenceLoss):
                 for m, (x, n) in before.items()
             ]
             total = primitives.all_reduce(
-                torch.stack(moved).sum(0).to(torch.float64), tpc.get_group("data")
+                # float64, so that the sum does not depend on how the batch is shared
+                torch.stack(moved).sum(0).to(torch.float64),
+                tpc.get_group("data"),
             )
             known.kl = (total[0] / total[1].clamp(min=1)).clamp(min=0)
         return partial(self._loss_beside, model, known)

@@ -242,6 +242,7 @@ def _gather(batch: Sequence[GatherItem], group: Group, to: int | None) -> Iterat
         flat[position : position + piece.numel()].copy_(piece)
         position += piece.numel()
     if to is None:
+        # the pieces are cut out of `flat` next, so all must have arrived
         start_all_gather_v(flat, bounds, group).wait()
     elif group.size() > 1:
         _collect(flat, bounds, group, to)

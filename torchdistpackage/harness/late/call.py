@@ -78,6 +78,7 @@ class Transfer:
 
     def _wait_for_works(self) -> None:
         for work in self._works:
+            # gloo may still write into the buffers, which are read or freed next
             work.wait()
 
     def _await(self, waiter: Future) -> None:

@@ -265,6 +265,7 @@ class Comparison:
     def _read(self) -> list[str]:
         """Judge the times that have arrived."""
         if self._pending is not None:
+            # it was sent a step ago; on a device this only orders the stream
             table, self._pending = self._pending.wait(), None
             self._arrived = OnHost(table) if self._group.rank() == 0 else None
         if self._arrived is None or not self._arrived.is_there():

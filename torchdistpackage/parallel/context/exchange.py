@@ -94,6 +94,7 @@ class _HopMessages:
     sent: tuple[slice, ...] = ()
 
     def wait(self) -> None:
+        # the keys and values of the hop are attended to next
         self.work.wait()
 
     def add_gradients(self, dk: Tensor, dv: Tensor) -> None:

@@ -126,6 +126,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
     if _has_grouped_mm(x, weight):
+        # grouped_mm takes offsets of int32 alone
         ends = counts.cumsum(0).to(torch.int32)
         y = F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
         return _ContiguousGrad.apply(y)

@@ -257,6 +257,7 @@ class LossBroadcast:
         """Wait for [sum, count] of this step, on every rank."""
         if self._goes_alone():
             for work in self._works:
+                # the sums are read next, on every rank
                 work.wait()
         else:
             group, source = self._group, self._source

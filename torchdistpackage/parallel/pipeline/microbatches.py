@@ -236,6 +236,7 @@ def _joined(leaves: tuple[Any, ...], sizes: Sequence[int]) -> object:
     if is_scalar(first):
         shares = (n / sum(sizes) for n in sizes)
         sum_dtype = reduce(torch.promote_types, (x.dtype for x in leaves), torch.float32)
+        # means of micro-batches are added in float32 or wider, and not rounded again at each
         return sum(x.to(sum_dtype) * share for x, share in zip(leaves, shares, strict=True))
     if isinstance(first, Tensor) and first.dim():
         return torch.cat(leaves)

@@ -75,6 +75,7 @@ def unpacked(values: Tensor, state: PackedState, dtype: torch.dtype) -> Tensor:
     from bitsandbytes.functional import dequantize_4bit
 
     wide = dequantize_4bit(values, state.blocks) if state.has_kernel else _looked_up(values, state)
+    # the matmul is in the dtype of its input
     return wide.flatten()[: state.shape.numel()].view(state.shape).to(dtype)
 
 
