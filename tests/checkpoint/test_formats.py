@@ -182,16 +182,16 @@ def test_names_of_titan_and_stacked_layers_of_megatron_become_ours(tmp_path):
     )
     back = as_theirs(source_of({k: x for k, x in ours.items() if "qkv" not in k}), rules[1:])
     assert same(tensors_of(back), {k: x for k, x in theirs.items() if k.startswith(("l", "t"))})
-    with pytest.raises(CheckpointError, match="can be imported, not exported"):
+    with pytest.raises(CheckpointError, match="stacked layers"):
         as_theirs(source_of(ours), rules)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("- a\n", "expected lines `ours: theirs`"),
+        ("- a\n", "`ours: theirs`"),
         ("a.*: b\n", r"has 1 `\*`, b 0"),
-        ("a: 3\n", "expected a name, got '3'"),
+        ("a: 3\n", "got '3'"),
         ("a: [\n", "cannot be read as YAML"),
         ("a: x\nb: x\nc: y\n", None),
     ],

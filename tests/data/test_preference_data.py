@@ -78,7 +78,7 @@ ANSWER = [REPLY]
         ({"prompt": [USER], "chosen": ANSWER, "rejected": []}, "rejected is empty"),
         ({"prompt": [USER], "chosen": ANSWER, "rejected": ANSWER}, "chosen and rejected are equal"),
         ({"chosen": ANSWER, "rejected": [USER]}, "prompt is empty, and the answers do not begin"),
-        ({"chosen": [USER, REPLY], "rejected": [USER]}, "rejected is empty behind what both begin"),
+        ({"chosen": [USER, REPLY], "rejected": [USER]}, "rejected has nothing behind"),
         (
             {"prompt": [USER], "chosen": [{**REPLY, "content": ""}], "rejected": [{"role": "x"}]},
             "chosen: message 2, of the assistant, is empty; .*: rejected: message 2 has no content",

@@ -94,7 +94,7 @@ def test_kinds_cost_the_same_on_every_stage_and_halves_make_a_whole():
         simulate(build("1f1b", 2, 2), StageCosts.uniform(3))
     with pytest.raises(ScheduleError, match="a cost is -1"):
         StageCosts.uniform(2, forward=-1)
-    with pytest.raises(ScheduleError, match="one number a stage in each row"):
+    with pytest.raises(ScheduleError, match="rows of costs"):
         replace(StageCosts.uniform(2), weight=(1.0,))
 
 

@@ -45,7 +45,7 @@ def test_which_tensors_are_finite(value, clean):
 
 
 def test_what_is_no_tensor_is_refused():
-    with pytest.raises(TypeError, match="needs a tensor, got a float"):
+    with pytest.raises(TypeError, match="got a float"):
         debug_nan.check_tensor_inf_nan(1.0)
 
 

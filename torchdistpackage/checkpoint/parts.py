@@ -160,7 +160,7 @@ class TopologyRank:
         )
 
     def part(self, layout: Layout, shard: OptimizerShard | None, tensor: Tensor) -> SavedTensor:
-        """Return `sliced`, or `whole` without a shard."""
+        """Return the tensor of a shard as `sliced` does; without a shard as `whole` does."""
         if shard is None:
             return self.whole(layout, tensor)
         return self.sliced(layout, shard, tensor)

@@ -63,7 +63,7 @@ class PieceTable:
     # -- on the rank that commits ------------------------------------------------------------
 
     def take(self, written: Iterable[WrittenFiles]) -> None:
-        """Keep the headers of this save, of which the ranks have sent those that are new."""
+        """Keep the headers of this save; the ranks send only those that are new."""
         headers = dict(self._headers)
         self._digests = {}
         for each in written:

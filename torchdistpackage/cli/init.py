@@ -211,7 +211,7 @@ def _answers(
 
 def _data(text: str) -> str:
     if text != EXAMPLE and not _IMPORT_PATH.fullmatch(text) and not Path(text).exists():
-        raise ConfigError(f"data: there is no file or folder {text}")
+        raise ConfigError(f"data: there is no file or folder {text}; check the path")
     return text
 
 

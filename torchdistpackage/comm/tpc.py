@@ -43,9 +43,10 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class RankContext:
-    """A rank of a topology. groups: None where it stands in for one. moe: expert groups exist.
+    """A rank of a topology.
 
-    found: groups by mode, once asked for.
+    groups: None if no process is behind the rank. moe: expert groups exist. found: the groups that
+    were asked for so far, by mode.
     """
 
     topology: Topology

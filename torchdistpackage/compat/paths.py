@@ -243,7 +243,7 @@ PROGRAMS = {
 
 
 def _flat() -> dict[str, dict[str, str]]:
-    """Full old path -> name -> module or Later; the packages on the way have no names."""
+    """Return the names of each old module by its full path; packages above it have no names."""
     flat: dict[str, dict[str, str]] = {}
     for path, names in OLD_PATHS.items():
         full = f"{PACKAGE}.{path}" if path else PACKAGE

@@ -67,8 +67,8 @@ class RopeSection(Section):
     )
     truncate: k.BoolOrNull = Field(
         default=None,
-        description="Only for yarn: round the first and last frequency between not scaled and "
-        "scaled in full to whole channels; null: true.",
+        description="Only for yarn: round the ends of the range of channels that are scaled in "
+        "part to whole channels; null: true.",
     )
 
 
@@ -183,9 +183,9 @@ class MoESection(Section):
     )
     pad_to_capacity: bool = Field(
         default=False,
-        description="In training, send each expert all places of capacity_factor, empty ones as "
-        "zeros. Sizes of messages are then known without counts, so the host of a GPU does not "
-        "wait in each layer; set it where steps are limited by the host.",
+        description="In training, pad the tokens of each expert with zeros to its capacity "
+        "(capacity_factor). The host then need not wait for counts in each layer. Set it if the "
+        "host of a GPU limits the steps.",
     )
     shared_hidden: k.WidthOrNull = Field(
         default=None,
@@ -272,7 +272,7 @@ class ModelSection(NamedSection):
     rope: RopeSection = default(RopeSection)
     max_seq_len: k.LengthOrNull = Field(
         default=None,
-        description="Number of positions that position: learned has vectors for; null: "
+        description="Number of learned position vectors, with position: learned; null: "
         "data.seq_len.",
     )
     norm: k.Norm = Field(

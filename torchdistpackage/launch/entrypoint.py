@@ -62,7 +62,9 @@ class EntryPoint:
         if isinstance(target, str):
             module, colon, qualname = target.partition(":")
             if not (module and colon and qualname):
-                raise LaunchError(f"target {target!r} is not of the form 'package.module:function'")
+                raise LaunchError(
+                    f"target {target!r} is not of the form 'package.module:function'; write it so"
+                )
             return EntryPoint(module, qualname)
         owner = getattr(target, "__self__", None)
         if not (owner is None or isinstance(owner, type | ModuleType)):

@@ -236,7 +236,9 @@ def run_local(
         LaunchError: the processes cannot be started.
     """
     if num_procs < 1:
-        raise LaunchError(f"num_procs is {num_procs}, but a run has at least 1 process")
+        raise LaunchError(
+            f"num_procs is {num_procs}, but a run has at least 1 process; give 1 or more"
+        )
     reference = EntryPoint.of(target)
     packed = pack_arguments(*args)
     signals = _Signals(tuple(signal.Signals[f"SIG{name}"] for name in handled))

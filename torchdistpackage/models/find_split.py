@@ -73,7 +73,7 @@ def find_split(shape: TransformersShape, model: Any, axis: str = "tensor") -> Mo
         if layout.shape != tuple(parameter.shape):
             raise LayoutError(
                 f"{name} of this {type(model).__name__} has the shape {tuple(parameter.shape)}, "
-                f"but the table of {shape.family} has {layout.shape}"
+                f"but the table of {shape.family} has {layout.shape}; build it from its own config"
             )
         if not parameter.is_floating_point():
             raise LayoutError(
@@ -87,12 +87,12 @@ def find_split(shape: TransformersShape, model: Any, axis: str = "tensor") -> Mo
     if missing := sorted(needed - seen):
         raise LayoutError(
             f"this {type(model).__name__} has no {', '.join(missing[:3])}, which its settings ask "
-            f"for"
+            f"for; build it from its own config"
         )
     if kind.output and shape.sizes.tied != _is_tied(model, shape.sizes.tied):
         raise LayoutError(
             f"tie_word_embeddings of this {type(model).__name__} is {shape.sizes.tied}, but its "
-            "embedding and its head say otherwise"
+            "embedding and its head say otherwise; set it as the model has them"
         )
     blocks = kind.blocks
     path = blocks.removeprefix(f"{base}.") if base else blocks

@@ -337,7 +337,9 @@ def _listed(folder: Path) -> dict[str, str]:
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{folder / INDEX} cannot be read: {error!r}") from error
     if not plain or not listed:
-        raise CheckpointError(f"{folder / INDEX}: weight_map names no files of this folder")
+        raise CheckpointError(
+            f"{folder / INDEX}: weight_map names no files of this folder; download the folder again"
+        )
     missing = sorted({file for file in listed.values() if not (folder / file).is_file()})
     if missing:
         raise CheckpointError(

@@ -42,7 +42,7 @@ class LogitsSize(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the file, but for its header."""
+        """Bytes of the file without its header."""
         _, (begin, of_sample) = self.spans
         return begin + self.num_samples * of_sample
 

@@ -65,6 +65,6 @@ def _interleaved(m: int, pipe: int, chunks: int, rank: int, deferred: int) -> tu
 
 @lru_cache(maxsize=64)
 def ordered(schedule: str, pipe: int, microbatches: int, chunks: int) -> Ordered:
-    """Return a schedule as numbers."""
+    """Return the placement of a schedule, and its order as numbers of a graph of tasks."""
     made = computations(schedule, pipe, microbatches, chunks)
     return Ordered(made.placement, TaskGraph(made.placement, microbatches).order(made))

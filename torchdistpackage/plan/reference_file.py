@@ -1,5 +1,5 @@
 """The file of a reference's log-probabilities, which `tdp reference` writes and train.dpo.reference
-names: what it is of, and whether that is what a run reads. No torch.
+names: what its numbers were computed from, and whether a run has the same. No torch.
 
 The header of the safetensors file says which data, tokenizer, keys and reference the numbers come
 from; a run with others is refused by their names.

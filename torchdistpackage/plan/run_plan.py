@@ -186,7 +186,7 @@ class Plan:
 
     @property
     def zero_group(self) -> int | None:
-        """Neighbouring data ranks that shard what ZeRO shards; None: all of them."""
+        """Number of neighbouring data ranks over which ZeRO shards; None: all of them."""
         number = self.config.parallel.zero_group
         assert number != "node", "make_plan has filled it in"
         return number

@@ -58,7 +58,8 @@ class BlockTime:
     """Seconds of one block for one microbatch; exposed communication by the axis it is along.
 
     forward, backward: computation. recompute: what the backward computes again. calls: operations
-    that the host starts, (forward, backward). host: what a pass waits for it. tensor, context,
+    that the host starts, (forward, backward). host: seconds that a pass waits for
+    the host. tensor, context,
     expert: exposed, (forward, backward) with what recomputation repeats.
     """
 

@@ -47,7 +47,7 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[LinkModel, float] |
 
 
 def _lines(points: Sequence[tuple[float, float]]) -> Iterable[tuple[float, float]]:
-    """(latency, seconds a byte) of every line that could be the best."""
+    """Yield (latency, seconds per byte) of each line that could be the best."""
     for x, t in points:
         yield 0.0, t / x
         yield t, 0.0

@@ -52,7 +52,9 @@ class StageCosts:
     def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in ROWS}
         if len(set(lengths.values())) != 1 or not self.forward:
-            raise ScheduleError(f"costs need one number a stage in each row, not {lengths}")
+            raise ScheduleError(
+                f"rows of costs have {lengths} numbers; give each row one number for each stage"
+            )
         if (lowest := min(min(getattr(self, name)) for name in ROWS)) < 0:
             raise ScheduleError(f"a cost is {lowest:g}; use numbers of zero or more")
 

@@ -216,7 +216,9 @@ def _op(opts) -> str:
     for name, (candidate, _) in _OPS.items():
         if reduce_op == candidate:
             return name
-    raise NotImplementedError(f"threads cannot reduce with operation {reduce_op}")
+    raise NotImplementedError(
+        f"threads cannot reduce with operation {reduce_op}; use one of {', '.join(_OPS)}"
+    )
 
 
 def _even_parts(x: Tensor, like: Tensor, number: int) -> list[Tensor]:

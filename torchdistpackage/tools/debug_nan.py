@@ -28,7 +28,7 @@ def check_tensor_inf_nan(inp: Tensor) -> bool:
         TypeError: `inp` is no tensor.
     """
     if not isinstance(inp, Tensor):
-        raise TypeError(f"check_tensor_inf_nan needs a tensor, got a {type(inp).__name__}")
+        raise TypeError(f"check_tensor_inf_nan got a {type(inp).__name__}; give it a tensor")
     x = inp.detach()
     if x.is_meta or not (x.is_floating_point() or x.is_complex()):
         return True

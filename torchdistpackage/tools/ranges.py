@@ -147,4 +147,7 @@ def cu_prof_stop() -> profile | None:
 def _checked(call: str, code: object) -> None:
     """Raise RuntimeError if a CUDA call failed."""
     if int(code) != 0:  # pyright: ignore[reportArgumentType]  # an int, or an enum of it
-        raise RuntimeError(f"{call}() returned {code}; no profile without it")
+        raise RuntimeError(
+            f"{call}() failed with code {code}, so there is no profile; check "
+            "the GPU with tdp doctor"
+        )

@@ -38,7 +38,7 @@ class RecomputePlan(tuple[str, ...]):
 
     @classmethod
     def of(cls, names: Iterable[str], memory_gb: float, time_ms: float) -> "RecomputePlan":
-        """Return the plan of these names."""
+        """Return the plan that recomputes the modules of these names."""
         plan = cls(names)
         plan.memory_gb, plan.time_ms = memory_gb, time_ms
         return plan

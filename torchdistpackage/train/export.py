@@ -54,7 +54,7 @@ def export_run(
     """
     path, folder = latest(run / CHECKPOINTS), run / EXPORTED
     if path is None:
-        raise CheckpointError(f"{run} has no complete checkpoint")
+        raise CheckpointError(f"{run} has no complete checkpoint; train it up to a save first")
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier end of this run
     if like is not None and not config_file(like).is_file():
         like = None  # gone since the run began

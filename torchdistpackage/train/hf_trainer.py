@@ -133,7 +133,10 @@ def _split_names(path: Path) -> tuple[list[str], list[str]]:
 def _state_of(path: Path, name: str, state: Any, weights: TensorSource) -> dict[str, Tensor]:
     """Return the state of a parameter by the names of our checkpoints."""
     if name not in weights.tensors:
-        raise CheckpointError(f"{path} has no weight {name}, which its optimizer has a state of")
+        raise CheckpointError(
+            f"{path} has no weight {name}, which its optimizer has a state of; name "
+            "another checkpoint"
+        )
     if not isinstance(state, Mapping) or {*state} != _KEYS:
         keys = ", ".join(sorted(map(str, state))) if isinstance(state, Mapping) else "none"
         raise CheckpointError(

@@ -242,7 +242,10 @@ def _resume(
         torch.cuda.set_rng_state(cuda, trainer.device)
     skipped = loaded.facts.get(SKIPPED) or 0
     if not isinstance(skipped, int):
-        raise CheckpointError(f"{path}: {SKIPPED} is {str(skipped)[:40]!r}, which is no number")
+        raise CheckpointError(
+            f"{path}: {SKIPPED} is {str(skipped)[:40]!r}, which is no number; name "
+            "another checkpoint"
+        )
     return TrainState(
         loaded.step,
         loaded.tokens,

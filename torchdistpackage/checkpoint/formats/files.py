@@ -39,13 +39,15 @@ def read_safetensors(path: Path) -> TensorSource:
     """
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:
-        raise CheckpointError(f"{path} has no safetensors file")
+        raise CheckpointError(f"{path} has no safetensors file; name a folder that has one")
     file_of: dict[str, TensorFile] = {}
     for file in files:
         mapped = _mapped(file)
         for key in mapped:
             if key in file_of:
-                raise CheckpointError(f"{key} is in {file_of[key].path.name} and in {file.name}")
+                raise CheckpointError(
+                    f"{key} is in {file_of[key].path.name} and in {file.name}; remove one of them"
+                )
             file_of[key] = mapped
     tensors = {key: mapped.described(key) for key, mapped in file_of.items()}
     return TensorSource(tensors, lambda key: file_of[key][key])
@@ -88,7 +90,7 @@ def read_torch(path: Path) -> TensorSource:
     content = _load(path)
     flat = dict(_flattened(content))
     if not flat:
-        raise CheckpointError(f"{path} has no tensors by name")
+        raise CheckpointError(f"{path} has no tensors by name; name a file with a state dict")
     step, tokens = (_count(content, key) for key in ("step", "tokens"))
     tensors = {name: (dtype_name(x.dtype), tuple(x.shape)) for name, x in flat.items()}
     return TensorSource(tensors, flat.__getitem__, step, tokens)
@@ -161,7 +163,7 @@ def _load(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError as error:
-        raise CheckpointError(f"there is no file {path}") from error
+        raise CheckpointError(f"there is no file {path}; check the path") from error
     except Exception as error:  # torch raises many types
         raise CheckpointError(f"cannot read {path}: {str(error).splitlines()[0][:200]}") from error
 

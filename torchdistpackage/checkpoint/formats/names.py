@@ -49,11 +49,13 @@ def read_names(path: Path) -> tuple[NameRule, ...]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise CheckpointError(f"{path}: cannot be read as YAML: {error}") from error
     if not isinstance(lines, Mapping):
-        raise CheckpointError(f"{path}: expected lines `ours: theirs`, got {str(lines)[:40]!r}")
+        raise CheckpointError(f"{path}: got {str(lines)[:40]!r}; write lines `ours: theirs`")
     rules = list[NameRule]()
     for ours, theirs in lines.items():
         if not isinstance(ours, str) or not isinstance(theirs, str):
-            raise CheckpointError(f"{path}: {ours}: expected a name, got {str(theirs)[:40]!r}")
+            raise CheckpointError(
+                f"{path}: {ours}: got {str(theirs)[:40]!r}; write a name of theirs"
+            )
         if ours.count("*") != theirs.count("*"):
             raise CheckpointError(
                 f"{path}: {ours} has {ours.count('*')} `*`, {theirs} {theirs.count('*')}; each "
@@ -81,7 +83,9 @@ def as_theirs(source: TensorSource, rules: Iterable[NameRule]) -> TensorSource:
     """
     rules = tuple(rules)
     if stacked := next((rule for rule in rules if rule.is_stacked), None):
-        raise CheckpointError(f"{stacked.theirs}: stacked layers can be imported, not exported")
+        raise CheckpointError(
+            f"{stacked.theirs}: stacked layers can only be imported; remove the rule to export"
+        )
     ours: dict[str, str] = {}
     for name in source.tensors:
         translations = (translate(name, rule.ours, rule.theirs) for rule in rules)

@@ -185,9 +185,10 @@ class _HierarchicalAllReduce:
 
 
 class _Chunk:
-    """A piece of a tensor, of which each rank of the node carries a part between nodes.
+    """A chunk of a tensor; each rank of the node sums one part of it between nodes.
 
-    buffer: my part as each of them has it. works: messages with the sums. sent: mine are posted.
+    buffer: this rank's part from each rank of the node. works: messages with the sums. sent: this
+    rank has posted its own.
     """
 
     __slots__ = ("added", "buffer", "mine", "parts", "sent", "tag", "works", "x")

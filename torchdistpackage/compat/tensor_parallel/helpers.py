@@ -89,7 +89,7 @@ def process_state_(
     rank: int,
     world_size: int,
 ) -> set[str]:
-    """Fill a shard's parameters and buffers with their parts; the names of those that are cut.
+    """Fill a shard's parameters and buffers with their slices; return the names of those cut.
 
     Raises:
         LayoutError: an action does not fit its tensor.

@@ -322,7 +322,10 @@ def _learned(messages: list[Message], where: str) -> list[int]:
 
 def _joined(spans: list[tuple[int, int]], where: str) -> tuple[tuple[int, int], ...]:
     if not any(begin < end for begin, end in spans):
-        raise DataError(f"{where}: the chat template writes none of the assistant's text")
+        raise DataError(
+            f"{where}: the chat template writes none of the assistant's text; use "
+            "the template of a chat model"
+        )
     return tuple(spans)
 
 

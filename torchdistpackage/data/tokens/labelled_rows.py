@@ -101,7 +101,10 @@ class LabelReader:
         texts = list[str]()
         for number, word in enumerate(words, 1):
             if not isinstance(word, str) or not word.strip():
-                raise DataError(f"{where}: word {number} of {field} is {word!r}, which is no word")
+                raise DataError(
+                    f"{where}: word {number} of {field} is {word!r}, which is no "
+                    "word; write a text that is not empty"
+                )
             texts.append(is_unicode(word, f"{where}: word {number} of {field}"))
         starts = accumulate((len(x) + 1 for x in texts[:-1]), initial=0)
         spans = tuple((at, at + len(x)) for at, x in zip(starts, texts, strict=True))

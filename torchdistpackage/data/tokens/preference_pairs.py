@@ -90,7 +90,11 @@ class PairReader:
                 "give the prompt or a common beginning"
             )
         if empty := [k for k, x in zip(ANSWERS, (chosen, rejected), strict=True) if not x]:
-            raise DataError(f"{where}: {empty[0]} is empty behind what both begin with")
+            raise DataError(
+                f"{where}: {empty[0]} has nothing behind the messages that both "
+                "answers begin with; "
+                f"give each answer a message of its own"
+            )
         extras = {key: value[key] for key in CHAT_EXTRAS if key in value}
 
         def document(key: str, answer: list[Any]) -> Document:

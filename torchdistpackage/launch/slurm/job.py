@@ -290,7 +290,8 @@ def points(sweeps: Sequence[str]) -> tuple[SweepRun, ...]:
     """Return every combination of `key=value,value` texts; the last key varies fastest.
 
     Raises:
-        ConfigError: a text is none, a key or value comes twice, or there are too many runs.
+        ConfigError: a text has another form, a key or value comes twice, or there are too many
+            runs.
     """
     axes = [_axis(text) for text in sweeps]
     keys = [key for key, _ in axes]

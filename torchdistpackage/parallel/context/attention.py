@@ -360,7 +360,8 @@ def _check_arguments(q: Tensor, k: Tensor, v: Tensor, gqa: bool, dropout: float)
         )
     if heads % kv_heads:
         raise LayoutError(
-            f"{heads} heads of queries are not a multiple of {kv_heads} heads of keys and values"
+            f"{heads} heads of queries are not a multiple of {kv_heads} heads of "
+            "keys and values; change one"
         )
     if not 0 <= dropout < 1:
         raise LayoutError(f"dropout_p={dropout}; use 0 or more, below 1")

@@ -181,9 +181,9 @@ def _form(x: object) -> object:
 
 
 def samples_in(named: Sequence[tuple[str, object]]) -> tuple[int, str]:
-    """Return (length along dim 0 of all tensors, 0 without tensors; the mistake, or "").
+    """Return the length of all tensors along dim 0, and an error message or "".
 
-    named: (name in messages, value).
+    The length is 0 if there are no tensors. named: pairs of a name, for the message, and a value.
     """
     named_lengths = [(name, x.shape[0]) for name, value in named for x in tensors_in(value)]
     lengths = {length for _, length in named_lengths}

@@ -276,5 +276,5 @@ def _numbered(stages: Stages, schedule: Schedule, index: int) -> dict[int, Stage
         )
     wrong = [type(stage).__name__ for stage in stage_list if not callable(stage)]
     if wrong:
-        raise ScheduleError(f"a stage must be a module or a function, not a {wrong[0]}")
+        raise ScheduleError(f"a stage is a {wrong[0]}; give a module or a function")
     return dict(zip(own_numbers, stage_list, strict=True))

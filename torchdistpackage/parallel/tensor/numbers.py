@@ -249,9 +249,10 @@ class CallPlace:
     def experts(
         self, width: int, top_k: int, dtypes: tuple[str, str, str], again: bool = False
     ) -> Iterator[CallCount]:
-        """Yield the calls around experts that tensor ranks split inside. They get the tokens of
-        all slices of the sequence. dtypes: of tokens, of their results, and of the weights of a
-        token's experts.
+        """Yield the calls around experts whose matrices are split over tensor ranks.
+
+        The experts get the tokens of all slices of the sequence. dtypes: of tokens, of their
+        results, and of the routing weights.
         """
         (tokens, results, weights), backward = dtypes, int(self.of.trains)
         if self.sequence_parallel:

@@ -59,7 +59,7 @@ class CollectiveBase:
 
 
 class Collectives(Protocol):
-    """The functions behind the texts of a plan, for one way in which shards compute together."""
+    """The collectives that the texts of a plan name, for shards as threads or as processes."""
 
     def make(
         self, kind: str, dim: int, sizes: tuple[int, ...] | None, full_gradients: bool
