@@ -112,7 +112,7 @@ def test_mistakes_are_listed_at_once(ranks, tmp_path, capsys):
         "--dtype int3",
         f"{tmp_path} exists and is not empty",
         f"{tmp_path / 'none'}: there is no such folder",
-        f"{run} has no complete checkpoint; train it up to a save first",
+        f"{run} has no complete checkpoint",
     ):
         assert text in said, said
     assert main(["export", *paths[:2], "--checkpoint", str(tmp_path / "none")]) == 2
