@@ -101,7 +101,7 @@ def project(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("script", "arguments", "code", "says"),
     [
-        ("site", (), 2, "scripts/site FOLDER"),
+        ("docs_site", (), 2, "scripts/docs_site FOLDER"),
         ("docs", ("--check",), 0, ""),
     ],
 )
