@@ -21,6 +21,11 @@ cd "$SLURM_SUBMIT_DIR"
 # module load cuda                  # and what else your site asks for
 export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
 
+if ! command -v srun >/dev/null; then # `dirname "$(command -v srun)"` on the login node says where it is
+    echo "$(hostname) finds no srun; write above: export PATH=\"\$PATH:FOLDER\", with the folder of srun" >&2
+    exit 1
+fi
+
 # setup_distributed() finds rank, world size, address and port in Slurm's own variables.
 # --cpus-per-task: srun does not take it over from sbatch. --kill-on-bad-exit: one failed rank ends all.
 exec srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --kill-on-bad-exit=1 --label \

@@ -1,4 +1,4 @@
-"""For scripts/docs_site: parameters in docstrings, written here as `name: what it is`, as a list."""
+"""For scripts/docs_site: parameters in docstrings, here `name: what it is`, as a list."""
 
 import re
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Build the documentation as a site: the pages of docs/, README, Intro, the sources they link to,
 and API pages from docstrings.
 
-    scripts/docs_site FOLDER           writes FOLDER/index.html and the rest; a broken link is an error
+    scripts/docs_site FOLDER      writes FOLDER/index.html and the rest; a broken link is an error
 
 The menu is docs/index.md.
 """

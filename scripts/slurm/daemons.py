@@ -79,6 +79,8 @@ def _write_files(instance: Instance) -> None:
     instance.conf.write_text(files.slurm_conf(instance))
     (folder / "etc" / "gres.conf").write_text(files.gres_conf(instance))
     (folder / "etc" / "hosts").write_text(files.hosts(instance))
+    if "JobSubmitPlugins=lua" in instance.extra:
+        (folder / "etc" / "job_submit.lua").write_text(files.JOB_SUBMIT)
     for index in range(instance.gpus):
         # Nothing stands behind a fake GPU: it is the null device under another name.
         path = folder / "dev" / f"nvidia{index}"

@@ -14,6 +14,17 @@ from slurm.instance import Instance
 MEMORY_MB_PER_CPU = 8000
 
 
+JOB_SUBMIT = """function slurm_job_submit(desc, parts, uid)
+    return slurm.SUCCESS
+end
+function slurm_job_modify(desc, job, parts, uid)
+    return slurm.SUCCESS
+end
+return slurm.SUCCESS
+"""
+"""job_submit.lua of a site that takes every job; without the file slurmctld does not start."""
+
+
 def slurm_conf(instance: Instance) -> str:
     folder = instance.folder
     last = instance.nodes
@@ -63,15 +74,28 @@ def slurm_conf(instance: Instance) -> str:
         SlurmdParameters=config_overrides
         {accounting_lines(instance)}
         {"GresTypes=gpu" if instance.gpus else ""}
+        {chr(10).join(instance.extra)}
         NodeName={names} NodeAddr={addresses} CPUs={instance.cpus} \
 RealMemory={MEMORY_MB_PER_CPU * instance.cpus} \
-{f"Gres=gpu:{instance.gpus}" if instance.gpus else ""} State=UNKNOWN
+{threads(instance)} {f"Gres={gres(instance)}" if instance.gpus else ""} State=UNKNOWN
         PartitionName=DEFAULT Nodes=ALL MaxTime=INFINITE OverSubscribe=NO State=UP
         PartitionName=main Default=YES PriorityTier=10 PreemptMode=REQUEUE GraceTime=0
         PartitionName=graced PriorityTier=10 PreemptMode=REQUEUE GraceTime={instance.grace_s}
         PartitionName=high PriorityTier=100 PreemptMode=OFF
     """
     return "".join(f"{line.strip()}\n" for line in lines.splitlines() if line.strip())
+
+
+def gres(instance: Instance) -> str:
+    kind = f":{instance.gpu_type}" if instance.gpu_type else ""
+    return f"gpu{kind}:{instance.gpus}"
+
+
+def threads(instance: Instance) -> str:
+    if instance.threads == 1:
+        return ""
+    cores = instance.cpus // instance.threads
+    return f"Sockets=1 CoresPerSocket={cores} ThreadsPerCore={instance.threads}"
 
 
 def accounting_lines(instance: Instance) -> str:
@@ -118,7 +142,8 @@ def gres_conf(instance: Instance) -> str:
     if not instance.gpus:
         return ""
     numbers = f"[0-{instance.gpus - 1}]" if instance.gpus > 1 else "0"
-    return f"AutoDetect=off\nName=gpu File={instance.folder}/dev/nvidia{numbers}\n"
+    kind = f"Type={instance.gpu_type} " if instance.gpu_type else ""
+    return f"AutoDetect=off\nName=gpu {kind}File={instance.folder}/dev/nvidia{numbers}\n"
 
 
 def hosts(instance: Instance) -> str:

@@ -38,6 +38,10 @@ class Instance:
     kill_wait_s: int = 5
     accounting: bool = False
     affinity: bool = False
+    gpu_type: str | None = None
+    threads: int = 1
+    # Lines of slurm.conf for an odd site, such as JobSubmitPlugins=lua.
+    extra: list[str] = field(default_factory=list)
     # One block for each network card; the last host of the first one is the controller.
     subnets: list[str] = field(default_factory=list)
     ports: dict[str, int] = field(default_factory=dict)

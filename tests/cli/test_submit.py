@@ -149,7 +149,7 @@ def test_a_fresh_start_moves_the_earlier_folder_aside(work: Path, monkeypatch):
         ("Batch job submission failed: Invalid account or account/partition", "launch.slurm."),
         ("Requested node configuration is not available", "sinfo -o"),
         ("Unable to contact slurm controller (connect failure)", "scontrol ping"),
-        ("something new", "something new\n"),
+        ("something new", "`tdp site` finds out"),
     ],
 )
 def test_what_sbatch_says_is_passed_on_with_what_to_do(work, said, advice, monkeypatch, capsys):

@@ -10,6 +10,7 @@ import pytest
 
 import torchdistpackage
 from tests.package_files import HAS_WING
+from tests.slurm import sites
 from torchdistpackage.config.schema import RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -73,3 +74,7 @@ def test_what_frameworks_are_translated_to_is_there():
     calls = {x for cell in here for x in re.findall(r"\b([A-Z]\w+|\w+_\w+)\(", cell)}
     assert calls >= {"NaiveDDP", "ZeroOptimizer", "setup_distributed", "data_parallel"}
     assert calls - {"AdamW", "state_dict", "no_sync", "get_group"} <= set(torchdistpackage.NAMES)
+
+
+def test_the_page_of_odd_sites_follows_its_table_and_stored_result():
+    assert sites.PAGE.read_text(encoding="utf-8") == sites.page()

@@ -274,8 +274,9 @@ def _options(options: Mapping[str, object]) -> Sequence[str]:
     """`{"kill_wait": 3, "accounting": True}` as words of a command line."""
     words: list[str] = []
     for name, value in options.items():
-        if value is not False:
-            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+        for item in value if isinstance(value, list) else [value]:
+            if item is not False:
+                words += [f"--{name.replace('_', '-')}", *([] if item is True else [str(item)])]
     return words
 
 

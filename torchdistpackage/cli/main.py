@@ -46,6 +46,7 @@ COMMANDS = {
     "parity": "Compare the layouts of a run with one process, module by module.",
     "schedule": "Show a pipeline schedule and its bubble.",
     "profile": "Summarize the trace of a run's profiled steps.",
+    "site": "Ask the Slurm site once what it has, demands and forbids.",
     "doctor": "Print a report about this machine, to ask for help with.",
     "schema": "Print the JSON schema of the YAML file.",
 }

@@ -26,6 +26,7 @@ from torchdistpackage.config.rules_model import MODEL_RULES
 from torchdistpackage.config.rules_optim import OPTIM_RULES
 from torchdistpackage.config.rules_pipeline import PIPELINE_RULES
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.config.site import read_site, site_problems
 from torchdistpackage.config.slurm import Found, canonical_name, problems
 from torchdistpackage.config.text_ends import text_ends
 from torchdistpackage.errors import ConfigError, DataError
@@ -85,6 +86,8 @@ def failed_rules(
     ):
         shape, wrong = job_geometry(config)
         yield from _of_options(config, wrong, bad)
+    if config.launch.site is not None and not touches(("launch.site",), bad):
+        yield from _of_site(config, config.launch.site, bad)
     if shape is None:
         yield from _on(config, config.launch.local.procs, bad)
     elif config.launch.elastic.nodes is not None:
@@ -103,6 +106,21 @@ def _of_options(
         keys = (f"{_SLURM}.{written.get(key, key)}",)
         if not touches(keys, bad):
             yield keys, text
+
+
+def _of_site(config: RunConfig, path: str, bad: Collection[str]) -> Iterator[Violation]:
+    """Yield what the site of the job cannot give."""
+    try:
+        site = read_site(path)
+    except ConfigError as error:
+        yield ("launch.site",), str(error)
+        return
+    for key, text in site_problems(site, config.launch.slurm, config.launch.requeue.mode):
+        if key.startswith("launch."):
+            if not touches((key,), bad):
+                yield (key,), text
+        else:
+            yield from _of_options(config, [(key, text)], bad)
 
 
 def _on_each(config: RunConfig, shape: JobGeometry, bad: Collection[str]) -> Iterator[Violation]:

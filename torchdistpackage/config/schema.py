@@ -593,6 +593,12 @@ class LaunchSection(Section):
         description="Options of sbatch by their own names, such as nodes, ntasks-per-node, time "
         "and partition, and a few of this package (docs/slurm.md).",
     )
+    site: k.PathOrNull = Field(
+        default=None,
+        description="File of tdp site about the Slurm site: options that launch.slurm leaves out "
+        "come from there, and what the site cannot give is refused before the job waits "
+        "(docs/sites.md).",
+    )
     requeue: RequeueSection = default(RequeueSection)
     elastic: ElasticSection = default(ElasticSection)
     init_timeout_s: k.Seconds = Field(

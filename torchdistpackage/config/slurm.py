@@ -131,6 +131,7 @@ EXTRA: dict[str, str] = {
     "srun": "a list of more options for srun, such as [--container-image=train.sqsh]",
     "modules": "a list of environment modules to load",
     "conda": "the name or folder of a conda environment to activate",
+    "python": "the interpreter of the ranks, such as python for that of a prologue's environment",
     "prologue": "a list of shell lines to run on the first node before the ranks start",
     "files": "a list of files or globs to copy into the snapshot of the code",
 }
@@ -233,8 +234,9 @@ _UNPRINTABLE = "cannot be a line of the script: {} has a character that is not p
 def _problem_of_extra(name: str, value: Any) -> str | None:
     is_list, shown = type(value) is list, _shown(value)
     items: list[object] = value if is_list else [value]
-    if (is_list and name == "conda") or not all(isinstance(x, str) and x for x in items):
-        kind = "a text" if name == "conda" else "texts in a list"
+    is_one = name in ("conda", "python")
+    if (is_list and is_one) or not all(isinstance(x, str) and x for x in items):
+        kind = "a text" if is_one else "texts in a list"
         return f"wants {kind} ({EXTRA[name]}), got {shown}"
     try:
         words = words_of(name, value)

@@ -116,6 +116,10 @@ def _unusable_local_dir(config: RunConfig) -> list[Problem]:
     return [config.problem("checkpoint.local_dir", text)]
 
 
+_OWN = ("container", "conda", "prologue", "python")
+"""Keys of launch.slurm with which the nodes may have other files or modules than this machine."""
+
+
 def job_problems(config: RunConfig, code: str) -> list[Problem]:
     """Return what is wrong with the modules and files of a Slurm job, as far as it shows before it
     runs.
@@ -130,8 +134,8 @@ def _of_job(
     config: RunConfig, code: str
 ) -> tuple[Callable[[], list[Problem]], Callable[[], list[Problem]]]:
     """Return what looks for missing files and modules of a job, and for files that do not fit."""
-    has = {x: bool(extra_of(config.launch.slurm, x)) for x in ("container", "conda", "prologue")}
-    sees_modules = not (has["container"] or has["conda"])
+    has = {x: bool(extra_of(config.launch.slurm, x)) for x in _OWN}
+    sees_modules = not (has["container"] or has["conda"] or has["python"])
     sees_files = not (has["container"] or has["prologue"])
 
     def missing() -> list[Problem]:

@@ -24,7 +24,7 @@ srun)
 squeue)
     [ -z "$WARNING" ] || echo "$WARNING" >&2
     answer=${STATE-RUNNING None}
-    case $* in *%e*) answer=$END ;; esac
+    case $* in *%e*) answer=${END:+$(date +%FT%T) $END} ;; esac
     for format in "$@"; do :; done
     format=${format#--format=}
     [ -z "$answer" ] || echo "${format%%=*}=$answer"

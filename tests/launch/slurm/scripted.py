@@ -21,6 +21,7 @@ class Scripted:
             "squeue": UNHEARD_OF,
             "sacct": NO_ACCOUNTING,
             "scancel": "",
+            "scontrol": CompletedCommand(1, "", "Unable to contact slurm controller\n"),
             **answers,
         }
         self.asked: list[list[str]] = []

@@ -20,6 +20,7 @@ from torchdistpackage.config.elastic import nodes_used
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.job_geometry import LAYOUT, JobGeometry, job_geometry
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.config.site import fitted, read_site
 from torchdistpackage.config.slurm import extra_of, header
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.launch.slurm.run_dir import Submission
@@ -74,9 +75,10 @@ class BatchJob:
     options: of sbatch, None for one without a value; comments: above some of them. runs: run
     folders, one for each task of an array. command: words of a task, to which the path of the
     configuration is added. python: words that start an interpreter on the first node. record: of
-    its submission, still without job and time. used: of an elastic job, for each number of nodes
-    that Slurm may give how many of them ranks run on. trains: the ranks always say how they ended,
-    and may be started anew.
+    its submission, still without job and time. notes: how the site changed the options. commands:
+    folder of Slurm's commands on this machine, "" if it has none. used: of an elastic job, for each
+    number of nodes that Slurm may give how many of them ranks run on. trains: the ranks always say
+    how they ended, and may be started anew.
     """
 
     config: RunConfig
@@ -91,6 +93,8 @@ class BatchJob:
     sweep: Sweep | None = None
     trains: bool = True
     used: Mapping[int, int] = field(default_factory=dict[int, int])
+    notes: tuple[str, ...] = ()
+    commands: str = ""
 
     @property
     def name(self) -> str:
@@ -150,6 +154,9 @@ def batch_job(
     files = RunDir(runs[0])
     script, log = files.script, _literal(files.main_log)
     options, comments = _options(config, shape)
+    notes: tuple[str, ...] = ()
+    if config.launch.site is not None:
+        options, notes = _of_site(config.launch.site, options)
     if sweep is not None:
         script, log = sweep.script, f"{_literal(sweep.folder)}/%a.log"
         at_once = f"%{sweep.max_parallel}" if sweep.max_parallel else ""
@@ -168,6 +175,7 @@ def batch_job(
         sweep=sweep,
         trains=command is None,
         used={} if config.launch.elastic.nodes is None else nodes_used(config, shape),
+        notes=notes,
     )
 
 
@@ -181,8 +189,11 @@ def preview(config: RunConfig, here: Path) -> BatchJob:
 
 
 def interpreter_of(config: RunConfig, python: str) -> str:
-    """Return the Python of a task: `python`, a path, unless a container or conda has its own."""
+    """Return the Python of a task: that of `launch.slurm.python`, else `python`, a path, unless a
+    container or conda has its own."""
     section = config.launch.slurm
+    if stated := extra_of(section, "python"):
+        return stated[0]
     environment = extra_of(section, "container") or extra_of(section, "conda")
     inside = bool(environment) or any("container-image" in x for x in extra_of(section, "srun"))
     return "python" if inside else python
@@ -232,6 +243,16 @@ def _options(config: RunConfig, shape: JobGeometry) -> tuple[dict[str, str | Non
         notes["no-kill"] = "The ranks are started anew on the nodes that are left."
     options["requeue" if requeue.mode == "requeue" else "no-requeue"] = None
     return options, notes
+
+
+def _of_site(
+    path: str, options: dict[str, str | None]
+) -> tuple[dict[str, str | None], tuple[str, ...]]:
+    """Return the options as the site of the file `path` takes them, and what differs."""
+    asks = "gpu" in (options.get("gres") or "")
+    name = "gpus-per-node" if "gpus-per-node" in options else "gres" if asks else None
+    fit = fitted(read_site(path), options, name)
+    return fit.options, fit.notes
 
 
 def code_paths(

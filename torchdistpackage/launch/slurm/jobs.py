@@ -30,6 +30,7 @@ from torchdistpackage.launch.slurm.query import (
     QueryResult,
     Runner,
     array_job_id,
+    job_id_of,
     query_jobs,
     run_command,
 )
@@ -155,8 +156,8 @@ def sbatch(
     if not script.is_file():
         raise LaunchError(f"there is no batch script {script}; submit the run anew")
     ran = runner(["sbatch", "--parsable", *options, str(script)], env=scrub_slurm_env(env))
-    job = ran.out.strip().rpartition("\n")[2].partition(";")[0]
-    if ran.code == 0 and job.isdigit():
+    job = job_id_of(ran.out)
+    if ran.code == 0 and job:
         return job
     lost = ran.code == 0 or _LOST.search(ran.err)
     raise (CommandTimeout if lost else LaunchError)(f"sbatch refused {script}: {ran.why}")

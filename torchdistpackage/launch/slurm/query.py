@@ -28,6 +28,10 @@ _EARLIER_S = 3600.0
 """The accounting is asked for jobs from so long before the first submission on: clocks differ."""
 
 
+_ERROR_LINES = 4
+"""Most lines of an error that are shown."""
+
+
 @dataclass(frozen=True, slots=True)
 class CompletedCommand:
     """A finished command: its exit code and output."""
@@ -38,8 +42,10 @@ class CompletedCommand:
 
     @property
     def why(self) -> str:
-        """The first line of the error."""
+        """The lines of the error, else the first line; a site may print more around them."""
         lines = [line.strip() for line in (self.err or self.out).splitlines() if line.strip()]
+        if errors := [line for line in lines if "error:" in line.lower()]:
+            return "; ".join(dict.fromkeys(errors[:_ERROR_LINES]))
         return lines[0] if lines else f"exit code {self.code}"
 
 
@@ -82,6 +88,16 @@ def run_command(
             f"see `scontrol ping`"
         ) from None
     return CompletedCommand(done.returncode, done.stdout, done.stderr)
+
+
+def job_id_of(text: str) -> str:
+    """Return the id in the answer of `sbatch --parsable`; "" if there is none.
+
+    A wrapper of the site may print lines before and after it, or leave out the option; on a site of
+    several clusters `;cluster` follows the id.
+    """
+    ids = re.findall(r"^(?:Submitted batch job )?(\d+)(?:;.*| on cluster .*)?$", text, re.MULTILINE)
+    return ids[-1] if ids else ""
 
 
 def limited(total_s: float) -> Runner:
@@ -322,9 +338,12 @@ def query_jobs(
         return QueryResult({})
     joined_ids = _joined(ids)
     ran = runner([*SQUEUE, "-j", joined_ids if "," in joined_ids else f"{joined_ids},{joined_ids}"])
-    if ran.code != 0:
+    if ran.code == 0:
+        queued = parse_squeue(ran.out)
+    elif (shown := _shown_by_scontrol(joined_ids, runner)) is not None:
+        queued = shown
+    else:
         raise LaunchError(f"squeue cannot say how jobs {_joined(ids)} are: {ran.why}")
-    queued = parse_squeue(ran.out)
     gone = [job for job in ids if _select(job, queued).outcome is not Outcome.ALIVE]
     if not gone:
         return QueryResult({job: _select(job, queued) for job in ids})
@@ -336,6 +355,50 @@ def query_jobs(
     jobs = {job: _select(job, merged) for job in ids}
     missed = note and any(not info.state for info in jobs.values())
     return QueryResult(jobs, (note,) if missed else ())
+
+
+def parse_scontrol(text: str) -> dict[str, JobInfo]:
+    """Parse `scontrol --oneliner show job`: a line for each job or task of an array."""
+    jobs: dict[str, JobInfo] = {}
+    for line in text.splitlines():
+        facts: dict[str, str] = {}
+        for name, value in re.findall(r"(?<!\S)(\w+)=(\S*)", line):
+            facts.setdefault(name, value)
+        job, state = facts.get("JobId", ""), facts.get("JobState", "")
+        if not job.isdigit():
+            continue
+        if "ArrayJobId" in facts and "ArrayTaskId" in facts:
+            tasks = facts["ArrayTaskId"]
+            job = f"{facts['ArrayJobId']}_{tasks if tasks.isdigit() else f'[{tasks}]'}"
+        pair = re.fullmatch(r"(\d+):(\d+)", facts.get("ExitCode", ""))
+        reason, restarts = facts.get("Reason", "None"), facts.get("Restarts", "")
+        info = JobInfo(
+            job,
+            state,
+            "" if reason == "None" else reason,
+            facts.get("NodeList", "").replace("(null)", ""),
+            _exit_code(state, int(pair[1]), int(pair[2])) if pair else None,
+            int(restarts) if restarts.isdigit() else None,
+            seconds_of(facts.get("RunTime", "")),
+        )
+        jobs |= {task: replace(info, job=task) for task in expand_array(job)}
+    return jobs
+
+
+def _shown_by_scontrol(joined_ids: str, runner: Runner) -> dict[str, JobInfo] | None:
+    """Return the jobs as scontrol shows them, for sites that refuse squeue; None if it does not
+    answer either."""
+    jobs: dict[str, JobInfo] = {}
+    for job in joined_ids.split(","):
+        try:
+            ran = runner(["scontrol", "--oneliner", "show", "job", job])
+        except LaunchError:
+            return None
+        if ran.code == 0:
+            jobs |= parse_scontrol(ran.out)
+        elif "invalid job id" not in ran.err.lower():
+            return None
+    return jobs
 
 
 def _accounting(ids: Sequence[str], runner: Runner, since_s: float | None) -> dict[str, JobInfo]:

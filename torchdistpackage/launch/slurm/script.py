@@ -112,19 +112,56 @@ readonly _tdp_series="${{1:-$SLURM_JOB_ID}}"{use}
 readonly _tdp_nodes={nodes}
 readonly _tdp_ntasks=$((_tdp_nodes * {job.shape.tasks_per_node}))
 _tdp_say() {{ printf 'job %s: %s\\n' "$_tdp_job" "$*"; }}
-# What squeue says of this job; nothing if it does not answer. Its warnings go
-# to the log.
+{_commands(job)}# What squeue says of this job, or scontrol where a site refuses squeue; nothing
+# if neither answers. Their warnings go to the log.
 _tdp_squeue() {{
-    command squeue --noheader --states=all --jobs="$_tdp_job" --format="tdp=$1" |
-        sed -n 's/^tdp=//p'
+    local said
+    said=$(command squeue --noheader --states=all --jobs="$_tdp_job" --format="tdp=$1" |
+        sed -n 's/^tdp=//p')
+    [ -n "$said" ] || said=$(command scontrol --oneliner show job "$_tdp_job" |
+        awk -v text="$1" '{{
+            for (i = 1; i <= NF; i++) {{
+                n = index($i, "="); name = substr($i, 1, n - 1)
+                if (n && !(name in fact)) fact[name] = substr($i, n + 1)
+            }}
+            gsub(/%S/, fact["StartTime"], text); gsub(/%e/, fact["EndTime"], text)
+            gsub(/%T/, fact["JobState"], text); gsub(/%r/, fact["Reason"], text)
+            gsub(/%N/, fact["NodeList"], text); print text; exit
+        }}')
+    [ -z "$said" ] || printf '%s\n' "$said"
 }}
 readonly -f _tdp_say _tdp_squeue
-# When Slurm ends the job, in seconds since 1970; empty if it never does.
-_tdp_end=$(SLURM_TIME_FORMAT=standard _tdp_squeue %e)
-_tdp_end=$([ -z "$_tdp_end" ] || date --date="$_tdp_end" +%s 2>/dev/null)
+# When Slurm ends the job, in seconds since 1970 by the clock of this node, which
+# may be minutes apart from Slurm's; empty if it never does.
+_tdp_clock() {{ [ -z "$1" ] || date --date="$1" +%s 2>/dev/null; }}
+_tdp_times=$(SLURM_TIME_FORMAT=standard _tdp_squeue '%S %e')
+_tdp_began=$(_tdp_clock "${{_tdp_times%% *}}")
+_tdp_end=$(_tdp_clock "${{_tdp_times##* }}")
+if [ -n "$_tdp_began" ] && [ -n "$_tdp_end" ]; then
+    _tdp_here=$(($(date +%s) + _tdp_end - _tdp_began))
+    [ "$_tdp_here" -ge "$_tdp_end" ] || _tdp_end=$_tdp_here
+fi
 readonly _tdp_end
 _tdp_say "start $_tdp_start on $SLURM_JOB_NODELIST, $(date '+%F %T')"
 """.strip("\n")
+
+
+def _commands(job: BatchJob) -> str:
+    """Return lines that add Slurm's commands to PATH where a node does not find them; it may have
+    a PATH of its own."""
+    if not job.commands:
+        return ""
+    return f"""# A node may have a PATH without Slurm's commands.
+_tdp_path() {{
+    [ -x "$(command -v srun)" ] || export PATH="$PATH:"{shlex.quote(job.commands)}
+}}
+readonly -f _tdp_path
+_tdp_path
+"""
+
+
+def _path_again(job: BatchJob) -> str:
+    return "\n_tdp_path" if job.commands else ""
 
 
 def _body(job: BatchJob) -> str:
@@ -248,8 +285,8 @@ _tdp_note() {{
 _tdp_note "{task}" >"{intent}"
 _tdp_next=$(env "${{_tdp_own[@]}}" sbatch --parsable \\
     --dependency="afterany:$_tdp_job"{array} "$_tdp_script" "$_tdp_series")
-_tdp_next=${{_tdp_next##*$'\\n'}}
-_tdp_next=${{_tdp_next%%;*}}
+# Lines of a wrapper of the site may stand around the id.
+_tdp_next=$(sed -En 's/^(Submitted batch job )?([0-9]+)([; ].*)?$/\\2/p' <<<"$_tdp_next" | tail -n1)
 case $_tdp_next in
 '' | *[!0-9]*) _tdp_say "no job could be chained"; exit {EXIT_REQUEUE_DENIED} ;;
 esac
@@ -310,7 +347,7 @@ set +eu
 trap - ERR DEBUG RETURN
 IFS=$' \\t\\n'
 # srun reads these as options, and fails where they contradict its command line.
-unset {folded(_SRUN_READS)}
+unset {folded(_SRUN_READS)}{_path_again(job)}
 # The code as it was at submission: later edits do not reach this job.
 export PYTHONPATH={shlex.quote(paths)}${{PYTHONPATH:+:$PYTHONPATH}}
 export TDP_CODE={shlex.quote(job.code.workdir)}

@@ -41,7 +41,7 @@ from torchdistpackage.launch.slurm.jobs import (
     sbatch,
     submit_with_intent,
 )
-from torchdistpackage.launch.slurm.query import Runner, run_command
+from torchdistpackage.launch.slurm.query import CommandTimeout, Runner, run_command
 from torchdistpackage.launch.slurm.run_dir import Submission, append_record, read_records
 from torchdistpackage.launch.slurm.runs import SubmittedRun
 from torchdistpackage.launch.slurm.script import render
@@ -71,6 +71,9 @@ _ADVICE = (
     ("contact", "the controller is away; see `scontrol ping`; submit again later"),
 )
 """Maps a part of sbatch's error to advice."""
+_ASK_SITE = (
+    "; what this site wants, `tdp site` finds out: call it, then write launch: {site: site.yaml}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,9 @@ def prepare(
         sweep=array,
         command=command,
     )
-    notes = snapshot.notes
+    if (sbatch_path := shutil.which("sbatch", path=env.get("PATH"))) is not None:
+        job = replace(job, commands=str(Path(sbatch_path).absolute().parent))
+    notes = (*snapshot.notes, *job.notes)
     if names := options_dropped(env):
         shown = ", ".join(map(shlex.quote, names))
         note = f"not passed on to sbatch: {shown}; write such options into launch.slurm"
@@ -229,7 +234,8 @@ def _sbatch(script: Path, nodes: Sequence[str], env: Mapping[str, str], runner: 
     except LaunchError as error:
         answer = str(error).rpartition(f"{script}: ")[2].lower()
         advice = next((f"; {advice}" for part, advice in _ADVICE if part in answer), "")
-        raise type(error)(f"{error}{advice}") from error
+        is_refusal = not isinstance(error, CommandTimeout)
+        raise type(error)(f"{error}{advice}{_ASK_SITE * is_refusal}") from error
 
 
 def write_run_dir(prepared: Prepared, now_s: float) -> None:
