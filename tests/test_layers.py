@@ -30,7 +30,7 @@ from tests.package_files import (
 ONLY_ARGUMENTS = ("ddp", "optim", "parallel", "checkpoint", "tools")
 """Folders that take plain arguments and never see the configuration or the launcher."""
 
-BUILDERS = ["build", "data_build", "inference", "job", "parity", "worker"]
+BUILDERS = ["build", "data_build", "inference", "job", "parity", "parity_steps", "worker"]
 """Files of train that read the configuration; the others, and data, get plain arguments."""
 
 MAY_CALL_TORCH_DISTRIBUTED = {

@@ -5,6 +5,7 @@ from pathlib import Path
 RESOLVED = "resolved.yaml"
 METRICS, RANKS, EVENTS = "metrics.jsonl", "ranks.jsonl", "events.jsonl"
 CHECKPOINTS = "checkpoints"
+REPLICAS = "replicas"
 PLOT, PICTURE, COSTS = "loss.png", "pipeline.svg", "costs.yaml"
 REPORT = "report.html"
 

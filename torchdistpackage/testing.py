@@ -2,7 +2,8 @@
 
     from torchdistpackage.testing import RankPool, run_ranks
 
-`compare_layouts` compares a model of yours on several layouts with one process (docs/parity.md).
+`prove` compares a model of yours on several layouts with one process (docs/prove.md); its earlier
+name is `compare_layouts`.
 With `transport="late"` asynchronous calls behave as on NCCL (docs/late_transport.md); `mirror` does
 so in one process, and `ordered_streams` looks at streams there.
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torchdistpackage.harness.parity.layouts import ParityReport
     from torchdistpackage.harness.pool import RankPool, run_ranks
 
+    prove: Callable[..., ParityReport]
     compare_layouts: Callable[..., ParityReport]
     ParityModel: type[Any]
     mirror: Callable[..., AbstractContextManager[None]]
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 EXPORTS = homes(
     {
-        "harness.parity.api": ("compare_layouts",),
+        "harness.parity.api": ("compare_layouts", "prove"),
         "harness.parity.layout_ranks": ("ParityModel",),
         "harness.late.group": ("mirror",),
         "harness.late.streams": ("ordered_streams",),
@@ -38,7 +40,15 @@ EXPORTS = homes(
 )
 """Public name -> module that defines it."""
 
-__all__ = ["ParityModel", "RankPool", "compare_layouts", "mirror", "ordered_streams", "run_ranks"]
+__all__ = [
+    "ParityModel",
+    "RankPool",
+    "compare_layouts",
+    "mirror",
+    "ordered_streams",
+    "prove",
+    "run_ranks",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -25,7 +25,7 @@ SHORT = (
     *("log.plot=false", "log.report=false"),
 )
 SMALL = ("model.dim=32", "data.seq_len=32", "data.global_batch=16")
-FULL = ("tdp parity", "tdp --version", "run.name=one", "runs/one", "run.name=two", "runs/two")
+FULL = ("tdp prove", "tdp --version", "run.name=one", "runs/one", "run.name=two", "runs/two")
 """What a command has that only a shell runs, with `--full`."""
 LOCAL = ("tutorial_first_run", "tutorial_fine_tune", "tutorial_own_model")
 Tdp = Callable[[list[str]], tuple[int, str]]

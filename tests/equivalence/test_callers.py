@@ -1,7 +1,7 @@
 """Who asks whether a split, stages or a cache compute what a model does names a planted mistake.
 
 Each mistake is in one class of transformers' Llama and only where a model is run the other way: on
-ranks, in stages, with a cache. `tdp parity` has the same in tests/harness/parity.
+ranks, in stages, with a cache. `tdp prove` has the same in tests/harness/parity.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""`tdp parity` of a folder of transformers: a small copy, on the axes that the model can be cut.
+"""`tdp prove` of a folder of transformers: a small copy, on the axes that the model can be cut.
 
 No torch.
 """
@@ -60,5 +60,5 @@ def test_degrees_that_are_given_are_those_compared(folder: Path, tmp_path: Path)
 
 @pytest.mark.full
 def test_a_right_model_prints_one_line(folder: Path, capsys):
-    assert main(["parity", str(folder), "parallel.data=2"]) == 0
+    assert main(["prove", str(folder), "parallel.data=2"]) == 0
     assert capsys.readouterr().out.strip().endswith("in float64: data 2")

@@ -1,4 +1,4 @@
-"""`tdp parity` of a configuration: a right run is one line, a planted mistake is named."""
+"""`tdp prove` of a configuration: a right run is one line, a planted mistake is named."""
 
 from pathlib import Path
 
@@ -56,8 +56,9 @@ def build_wrong(width: int) -> nn.Module:
 def test_a_mistake_in_a_model_of_ones_own_is_named_by_module_and_axis(pool):
     target = "model.target=tests.train.test_parity_run:build_wrong"
     report = compared([*OWN, target, "model.args={width: 8}", "parallel.data=2"], pool)
-    assert not report.is_right and report.first is not None
-    axes, finding = report.first
+    (_, rounds), (axes, finding) = report.findings
+    # it is one of micro-batches too
+    assert (rounds.module, rounds.axis) == ("1", "accumulation"), str(report)
     assert axes == {"data": 2} and finding.module == "1", str(report)
     assert "over the samples of one rank" in finding.cause
 
@@ -85,5 +86,5 @@ def test_a_model_of_ones_own_is_made_smaller_if_it_can_be(pool, least: int):
 
 def test_one_rank_is_refused(tmp_path: Path, capsys):
     (tmp_path / "run.yaml").write_text("parallel: {data: 1}\n")
-    assert main(["parity", str(tmp_path / "run.yaml")]) == 2
+    assert main(["prove", str(tmp_path / "run.yaml")]) == 2
     assert "this run has one rank" in " ".join(capsys.readouterr().err.split())

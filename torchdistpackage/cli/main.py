@@ -43,7 +43,7 @@ COMMANDS = {
     "export": "Export the latest checkpoint for transformers or peft.",
     "checkpoint": "List, show, verify, compare, convert and prune checkpoints.",
     "comm": "Test, benchmark and check the communication between ranks.",
-    "parity": "Compare the layouts of a run with one process, module by module.",
+    "prove": "Show that a run's layouts compute what one process does.",
     "schedule": "Show a pipeline schedule and its bubble.",
     "profile": "Summarize the trace of a run's profiled steps.",
     "site": "Ask the Slurm site once what it has, demands and forbids.",
@@ -143,6 +143,8 @@ def _run_command(command: str, args: list[str]) -> int:
 def _of_today(args: list[str]) -> list[str]:
     if args[:1] == ["runs"]:
         return ["jobs", "ls", *args[1:]]
+    if args[:1] == ["parity"]:
+        return ["prove", *args[1:]]
     for command, names in _EARLIER_OPTIONS.items():
         if tuple(args[: len(command)]) == command:
             parts = [arg.partition("=") for arg in args]

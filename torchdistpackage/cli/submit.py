@@ -36,9 +36,10 @@ from torchdistpackage.launch.slurm.submit import (
     prepare,
     submit_prepared,
 )
+from torchdistpackage.plan.certificate import unproved
 from torchdistpackage.plan.elastic import check_nodes
 from torchdistpackage.plan.refusals import check_job_files, refuse_unplanned_checkpoint
-from torchdistpackage.plan.run_plan import plan_keys
+from torchdistpackage.plan.run_plan import make_plan, plan_keys
 from torchdistpackage.run_files import RunDir
 from torchdistpackage.text import size_text
 from torchdistpackage.train.submitit_task import TrainingTask
@@ -89,6 +90,12 @@ def submit(
     via: Annotated[
         str, typer.Option(metavar="|".join(WAYS), help="Program that submits the job.")
     ] = "sbatch",
+    proved: Annotated[
+        bool,
+        typer.Option(
+            "--proved", help="Refuse a run without a certificate of tdp prove for its layout."
+        ),
+    ] = False,
     fresh: Annotated[
         bool,
         typer.Option(
@@ -114,7 +121,7 @@ def submit(
         raise typer.BadParameter(
             "limits the runs of a --sweep; add --sweep or remove it", param_hint="--max-parallel"
         )
-    name, runs = _checked(config, overrides or [], sweep or [])
+    name, runs = _checked(config, overrides or [], sweep or [], proved=proved)
     if not dry_run:
         ensure_sbatch(os.environ)
     prepared = prepare(
@@ -146,7 +153,7 @@ def submit(
 
 
 def _checked(
-    path: str, overrides: Sequence[str], sweeps: Sequence[str]
+    path: str, overrides: Sequence[str], sweeps: Sequence[str], *, proved: bool = False
 ) -> tuple[str, list[RunConfig]]:
     """Return the name of the run or sweep, and its runs, each checked for every size of its job.
 
@@ -159,6 +166,8 @@ def _checked(
     for point in points(sweeps) if sweeps else (SweepRun("", ()),):
         try:
             run = _checked_run(path, [*overrides, *point.overrides])
+            if proved:
+                _refuse_unproved(run, path)
         except ConfigErrors as error:
             problems |= dict.fromkeys(error.problems)
             notes |= dict.fromkeys(getattr(error, "__notes__", ()))
@@ -200,6 +209,17 @@ def _checked_run(path: str, overrides: Sequence[str]) -> RunConfig:
     check_job_files(collector, config, path, str(Path.cwd()))
     collector.finish()
     return config
+
+
+def _refuse_unproved(run: RunConfig, path: str) -> None:
+    """Refuse a run for which tdp prove has written no certificate.
+
+    Raises:
+        ConfigErrors: lists what is missing.
+    """
+    planned = make_plan(run, job_shape(run).world_sizes[0], path).config
+    if problems := unproved(run, planned, path):
+        raise ConfigErrors(path, problems)
 
 
 def _note(notes: Sequence[str]) -> None:

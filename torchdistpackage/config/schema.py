@@ -417,10 +417,15 @@ class TrainSection(Section):
         "ends the run, skip leaves out the update of that step and goes on.",
     )
     check_replicas_every: k.StepsOrZero = Field(
-        default=0,
-        description="Number of steps between checks that ranks with the same weights hold the "
-        "same bits; 0 is off. Switch it on to look for faulty hardware or code that is not "
-        "deterministic.",
+        default=1000,
+        description="Number of steps between checks that ranks hold the same bits of what they "
+        "hold alike: weights, optimizer states, random states of tensor ranks; 0 is off. Check "
+        "more often to look for faulty hardware or code that is not deterministic.",
+    )
+    on_replicas_differ: k.OnReplicasDiffer = Field(
+        default="stop",
+        description="What happens when such a check finds a difference: stop ends the run, "
+        "continue logs it and goes on. Both keep the values of the ranks in the run folder.",
     )
     straggler_every: k.StepsOrZero = Field(
         default=10,

@@ -358,6 +358,7 @@ Dtype = Annotated[Literal["float32", "float64", "bf16"], BeforeValidator(_bf16)]
 Float32OrBf16 = Annotated[Literal["float32", "bf16"], BeforeValidator(_bf16)]
 PreferenceLoss = Annotated[str, *one_of(PREFERENCE_LOSSES)]
 OnNonfinite = Literal["stop", "skip"]
+OnReplicasDiffer = Literal["stop", "continue"]
 _STEP_RANGE = re.compile(r"([1-9]\d{0,8})\.\.([1-9]\d{0,8})")
 
 

@@ -49,6 +49,18 @@ class Difference(NamedTuple):
         return f"{self.name} between ranks {self.ranks}, no majority"
 
 
+class ReplicatedShard(NamedTuple):
+    """Elements [start, stop) of a tensor, in memory order, which other ranks of `group` may hold
+    too; tensor: None if this rank holds none.
+    """
+
+    name: str
+    tensor: Tensor | None
+    start: int
+    stop: int
+    group: Group
+
+
 def verify_params_match(replicas: Iterable[ReplicatedTensor]) -> None:
     """Check that all ranks of each group have the same tensors, of equal shapes and dtypes.
 
@@ -100,6 +112,38 @@ def find_differences(replicas: Iterable[ReplicatedTensor]) -> list[Difference]:
                 majority = 2 * number > len(ranks)
                 odd = [r for r, h in zip(ranks, hashes, strict=True) if majority and h != common]
                 differences.append(Difference(replica.name, ranks, tuple(odd)))
+    return differences
+
+
+def find_shard_differences(shards: Iterable[ReplicatedShard]) -> list[Difference]:
+    """Return the shards whose bits differ between those ranks of their group that hold the same
+    elements; collective.
+
+    All ranks of a group pass the same names in the same order, also of shards that they do not
+    hold. It reads every shard twice, and sends 32 bytes for each.
+    """
+    differences: list[Difference] = []
+    for group, members in for_each_group(shards, min_size=2):
+        device = primitives.device_of(group)
+        rows = torch.zeros(len(members), 4, dtype=torch.int64, device=device)
+        for row, shard in zip(rows, members, strict=True):
+            if shard.tensor is not None:
+                row[0], row[1] = shard.start, shard.stop
+                row[2:] = _hash(shard.tensor).to(device)
+        ranks = ranks_of(group)
+        tables = primitives.all_gather(rows[None], group).tolist()
+        for index, shard in enumerate(members):
+            by_range: dict[tuple[int, int], list[tuple[int, tuple[int, int]]]] = {}
+            for rank, of_rank in zip(ranks, tables, strict=True):
+                start, stop, *both = of_rank[index]
+                if stop > start:
+                    by_range.setdefault((start, stop), []).append((rank, (both[0], both[1])))
+            for held in by_range.values():
+                common, number = Counter(x for _, x in held).most_common(1)[0]
+                if number < len(held):
+                    majority = 2 * number > len(held)
+                    odd = tuple(r for r, x in held if majority and x != common)
+                    differences.append(Difference(shard.name, tuple(r for r, _ in held), odd))
     return differences
 
 

@@ -1,6 +1,6 @@
 """Search for the first difference between steps that should be equal: module, size and usual cause.
 
-`tdp parity` compares the ranks of a layout with one process, a trial of a split or of stages what
+`tdp prove` compares the ranks of a layout with one process, a trial of a split or of stages what
 they compute with what the model alone does.
 
 What is looked at comes in the order in which a step makes it: the first weights, the data, modules
@@ -10,12 +10,14 @@ that follow from it are not told.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from torchdistpackage.equivalence.backward import backward_culprit
+from torchdistpackage.equivalence.causes import CAUSES, Stage
+from torchdistpackage.equivalence.factor import factor_of, ratio_text
 from torchdistpackage.equivalence.match import (
     PARTS,
     TOLERANCE,
@@ -23,6 +25,13 @@ from torchdistpackage.equivalence.match import (
     difference,
     missing_place,
     rows_found,
+)
+from torchdistpackage.equivalence.placed import (
+    STATE,
+    Placed,
+    assembled,
+    full_tensors,
+    worst_gap,
 )
 from torchdistpackage.equivalence.record import DATA, LOSS, ParityRecord
 
@@ -43,8 +52,12 @@ class ParityFinding:
     """The first difference of a layout.
 
     module: where; what: of it. excess: the difference, over the largest number of the whole.
-    rank: the one that differs most. cause: the usual one. detail: the traceback of a rank that
-        raised.
+    rank: the one that differs most. cause: the usual one, as a sentence. detail: the traceback of a
+        rank that raised.
+    stage: the part of a run in which it shows. kind: the key of the cause in `CAUSES`; empty for an
+        error. axis: those along which ranks differ from one process, as `data` or
+        `data and tensor`. factor: how the ranks' numbers follow from the right ones: `x 2`, `/ 2`,
+        `missing on rank 1`; empty if they do not.
     """
 
     module: str
@@ -53,6 +66,10 @@ class ParityFinding:
     rank: int
     cause: str
     detail: str = ""
+    stage: Stage = "error"
+    kind: str = ""
+    axis: str = ""
+    factor: str = ""
 
     def __str__(self) -> str:
         if self.what == ITS_STEP:
@@ -68,7 +85,28 @@ class ParityFinding:
         return f"{self.module}: {self.what} differ{self._by()}"
 
     def _by(self) -> str:
-        return "" if self.excess is None else f" by {self.excess:.1e} of its largest number"
+        factor = f" ({self.factor})" if self.factor else ""
+        return (
+            factor
+            if self.excess is None
+            else f" by {self.excess:.1e} of its largest number{factor}"
+        )
+
+
+def finding_of(
+    stage: Stage,
+    module: str,
+    what: str,
+    worst: tuple[float | None, int],
+    kind: str,
+    more: str = "",
+    factor: str = "",
+) -> ParityFinding:
+    """Return a finding with the sentence of its kind; more: what the sentence ends with."""
+    excess, rank = worst
+    return ParityFinding(
+        module, what, excess, rank, CAUSES[kind] + more, stage=stage, kind=kind, factor=factor
+    )
 
 
 def first_difference(
@@ -82,11 +120,34 @@ def first_difference(
         if record.error:
             module = _module_in(record.error, reference)
             line = record.error.removeprefix(f"{module}: ")
-            return ParityFinding(module, ITS_STEP, None, rank, line, record.error_detail)
-    looks = (_initial, _data, _forward, _loss, _grads, _dropout, _buffers, _norm, _weights)
-    return next(
-        (x for look in looks if (x := look(reference, ranks, axes, measure)) is not None), None
+            axis = " and ".join(axes)
+            return ParityFinding(module, ITS_STEP, None, rank, line, record.error_detail, axis=axis)
+    if any(record.placed_grads for record in ranks):
+        # ZeRO leaves shards, which are compared as the full gradients that they make
+        grads = assembled(reference.grads, [record.placed_grads for record in ranks])
+        ranks = [replace(record, grads=grads) for record in ranks]
+    looks = (
+        _initial,
+        _data,
+        _casts,
+        _forward,
+        _loss,
+        _grads,
+        _buffers,
+        _first_norm,
+        _first_update,
+        _norm,
+        _weights,
+        _states,
+        _dropout,
+        _stopped,
+        _loaded,
     )
+    findings = (x for look in looks if (x := look(reference, ranks, axes, measure)) is not None)
+    first = next(findings, None)
+    if first is None or first.axis:
+        return first
+    return replace(first, axis=" and ".join(axes))
 
 
 def _module_in(text: str, reference: ParityRecord) -> str:
@@ -142,8 +203,8 @@ def _initial(
         if (
             worst := _worst(reference.initial, (r.initial for r in ranks), name, measure)
         ) is not None:
-            cause = "initial weights that a rank draws from a state of its own, or a wrong shard"
-            return ParityFinding(_owner(name), f"the first weights ({name})", *worst, cause)
+            what = f"the first weights ({name})"
+            return finding_of("start", _owner(name), what, worst, "initial weights")
     return None
 
 
@@ -158,14 +219,14 @@ def _data(
         for rank, samples in fed:
             gap = difference(samples, tensor)
             if gap is not None and gap > TOLERANCE:
-                cause = "data that depend on the number of ranks, or on what was asked before"
-                return ParityFinding(DATA, "samples", gap, rank, cause)
+                return finding_of("samples", DATA, "samples", (gap, rank), "order of data")
         read_rows = set().union(*(rows_found(samples, tensor) for _, samples in fed))
         if fed and any(samples.shape[1:] == tensor.shape[1:] for _, samples in fed):
             missing = sorted(set(range(tensor.shape[0])) - read_rows)
             if missing:
-                cause = f"ranks that read the same samples: sample {missing[0]} is on no rank"
-                return ParityFinding(DATA, "samples", None, fed[-1][0], cause)
+                more = f": sample {missing[0]} is on no rank"
+                last = fed[-1][0]
+                return finding_of("samples", DATA, "samples", (None, last), "same samples", more)
     return None
 
 
@@ -195,10 +256,17 @@ def _forward(
         if not right:
             break
         module = right[0]
-    excess, rank = wrong[module]
     sums = any(_is_inside(name, module) for name in partial)
-    cause = _forward_cause(reference, ranks, module, axes, sums, measure)
-    return ParityFinding(module or WHOLE_MODEL, "outputs", excess, rank, cause)
+    kind = _forward_kind(reference, ranks, module, axes, sums, measure)
+    factor = ""
+    if module in reference.modules and (full := reference.modules[module].outputs):
+        firsts = {
+            rank: r.modules[module].outputs[0]
+            for rank, r in enumerate(ranks)
+            if module in r.modules and r.modules[module].outputs
+        }
+        factor = factor_of(firsts, full[0], axes)
+    return finding_of("forward", module or WHOLE_MODEL, "outputs", wrong[module], kind, "", factor)
 
 
 def _results(
@@ -297,7 +365,7 @@ def _is_partial(
     return float((total - full[0]).abs().max()) <= measure.tolerance * float(full[0].abs().max())
 
 
-def _forward_cause(
+def _forward_kind(
     reference: ParityRecord,
     ranks: Sequence[ParityRecord],
     name: str,
@@ -305,24 +373,24 @@ def _forward_cause(
     sums: bool,
     measure: Measure,
 ) -> str:
-    """Return the usual cause of wrong outputs.
+    """Return the kind of mistake that makes outputs wrong.
 
     sums: the outputs of a module inside add up to the whole one's.
     """
     outputs = _first_outputs(ranks, name)
     all_equal = all(x.shape == outputs[0].shape and bool((x == outputs[0]).all()) for x in outputs)
     if (sums and not all_equal) or _is_partial(reference, ranks, name, measure):
-        return "parts of a sum that nobody adds up over the ranks"
+        return "sum is missing"
     if sums:
-        return "what belongs to a sum once is added on every rank, as a bias"
+        return "added on every rank"
     short_name = name.rpartition(".")[2].lower()
     if "norm" in short_name or short_name in ("ln", "bn"):
-        return "a norm over a part of the channels or of the batch"
+        return "norm over a shard"
     if "context" in axes or any(part in short_name for part in ("pos", "mask", "att", "rotary")):
-        return "a mask, or positions, of the wrong part of the sequence"
+        return "mask or positions"
     if set(axes) & set(SPLITS_BATCH):
-        return "something that is computed over the samples of one rank, as batch statistics"
-    return "a part of a sum that is missing, or that is added more than once"
+        return "statistics of a rank"
+    return "wrong sum"
 
 
 def _loss(
@@ -337,14 +405,15 @@ def _loss(
     if gap <= measure.tolerance:
         return None
     ratio = mean / reference.losses[0] if reference.losses[0] else 0.0
-    cause = "means of parts with unequal counts, whose mean is not that of the whole"
-    for size in _sizes(axes):
-        if abs(ratio - size) < 1e-6 or abs(ratio - 1 / size) < 1e-6:
-            cause = f"a sum where the mean belongs, or one divided twice: it is {ratio:.4g} times"
+    is_scaled = any(abs(ratio - f) < 1e-6 for n in _sizes(axes) for f in (n, 1 / n))
     worst = max(
         range(len(losses_of_ranks)), key=lambda i: abs(losses_of_ranks[i][0] - reference.losses[0])
     )
-    return ParityFinding(LOSS, "the loss", gap, worst, cause)
+    kind, more = "uneven means", ""
+    if is_scaled:
+        kind, more = "scaled loss", f": it is {ratio:.4g} times"
+    factor = ratio_text(ratio, axes)
+    return finding_of("loss", LOSS, "the loss", (gap, worst), kind, more, factor)
 
 
 def _sizes(axes: Axes) -> list[int]:
@@ -418,27 +487,25 @@ def _first_grad(
         held_by = [(i, r) for i, r in enumerate(ranks) if r.grads and name in r.initial]
         missing = [i for i, r in held_by if name not in r.grads]
         if missing:
-            cause = "a parameter that no backward reaches on this rank"
-            return ParityFinding(_owner(name), f"no gradient ({name})", None, missing[0], cause)
+            what, worst = f"no gradient ({name})", (None, missing[0])
+            factor = f"missing on rank {missing[0]}"
+            return finding_of("gradient", _owner(name), what, worst, "not reached", "", factor)
         if (
             worst := _worst(reference.grads, (r.grads for r in ranks), name, measure, noise)
         ) is not None:
-            grads = [record.grads[name] for record in ranks if name in record.grads]
-            cause = _grad_cause(reference.grads[name], grads, axes)
+            grads = {i: r.grads[name] for i, r in enumerate(ranks) if name in r.grads}
+            kind, more = _grad_kind(reference.grads[name], [*grads.values()], axes)
+            factor = factor_of(grads, reference.grads[name], axes)
+            module, what = _owner(name), f"gradients ({name})"
             if (culprit := backward_culprit(reference, ranks, axes)) is not None:
-                return ParityFinding(
-                    culprit.module,
-                    "gradients of its inputs",
-                    culprit.difference,
-                    culprit.rank,
-                    cause,
-                )
-            return ParityFinding(_owner(name), f"gradients ({name})", *worst, cause)
+                module, what = culprit.module, "gradients of its inputs"
+                worst = culprit.difference, culprit.rank
+            return finding_of("gradient", module, what, worst, kind, more, factor)
     return None
 
 
-def _grad_cause(reference: Tensor, grads: Sequence[Tensor], axes: Axes) -> str:
-    """Return the usual cause of a wrong gradient."""
+def _grad_kind(reference: Tensor, grads: Sequence[Tensor], axes: Axes) -> tuple[str, str]:
+    """Return the kind of mistake that makes a gradient wrong, and what to add to its sentence."""
     alike = all(x.shape == grads[0].shape for x in grads)
     if alike and grads[0].shape == reference.shape:
         # in float64, so that the order of the ranks does not change the comparison
@@ -447,22 +514,22 @@ def _grad_cause(reference: Tensor, grads: Sequence[Tensor], axes: Axes) -> str:
             apart = difference(total * factor, reference)
             same = all((difference(x, grads[0]) or 0.0) <= TOLERANCE for x in grads[1:])
             if apart is not None and apart <= TOLERANCE and not same:
-                return f"a gradient that nobody sums over {' and '.join(axes)}"
+                return "gradient not summed", f" over {' and '.join(axes)}"
     for size in _sizes(axes):
         for factor in (size, 1 / size):
             # in float64, so that the division adds no rounding of its own
             apart = [difference(x.double() / factor, reference) for x in grads]
             if all(x is not None and x <= TOLERANCE for x in apart):
-                kind = "summed where the mean belongs" if factor > 1 else "divided twice"
-                return f"a gradient that is {kind}: it is {factor:.4g} times that of one process"
-    return "a hook, or a function of your own, whose backward is not that of its forward"
+                kind = "gradient summed" if factor > 1 else "gradient divided"
+                return kind, f": it is {factor:.4g} times that of one process"
+    return "wrong backward", ""
 
 
 def _dropout(
     reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
 ) -> ParityFinding | None:
     """Compare the dropout masks of ranks along each axis."""
-    shares = math.prod(size for axis, size in axes.items() if axis != "tensor")
+    shares = math.prod(size for axis, size in axes.items() if axis not in ("tensor", "pipe"))
     for name in {n: None for record in ranks for n in record.masks}:
         masks = [(rank, r.coord, r.masks[name]) for rank, r in enumerate(ranks) if name in r.masks]
         for i, (_, one, mask) in enumerate(masks):
@@ -472,18 +539,20 @@ def _dropout(
                     continue
                 same = bool((mask == second).all())
                 if same and differing_axes[0] in SPLITS_BATCH:
-                    cause = "dropout drawn alike for different samples"
-                    return ParityFinding(name, "dropout masks", None, rank, cause)
+                    return finding_of(
+                        "random", name, "dropout masks", (None, rank), "dropout alike"
+                    )
                 split = (
                     name in reference.masks
                     and mask.numel() * shares < reference.masks[name].numel()
                 )
                 if not same and differing_axes[0] == "tensor" and not split:
-                    cause = "dropout drawn apart for what tensor ranks hold alike"
-                    return ParityFinding(name, "dropout masks", None, rank, cause)
+                    return finding_of(
+                        "random", name, "dropout masks", (None, rank), "dropout apart"
+                    )
                 if same and differing_axes[0] == "tensor" and split:
-                    cause = "dropout drawn alike for different parts"
-                    return ParityFinding(name, "dropout masks", None, rank, cause)
+                    kind = "dropout alike on shards"
+                    return finding_of("random", name, "dropout masks", (None, rank), kind)
     return None
 
 
@@ -495,9 +564,16 @@ def _buffers(
         if (
             worst := _worst(reference.buffers, (r.buffers for r in ranks), name, measure)
         ) is not None:
-            cause = "a buffer that is not reduced over the ranks"
-            return ParityFinding(_owner(name), f"a buffer ({name})", *worst, cause)
+            return finding_of("buffer", _owner(name), f"a buffer ({name})", worst, "buffer")
     return None
+
+
+def _first_norm(
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
+) -> ParityFinding | None:
+    """Compare the gradient norms of the first step, which no update has changed yet."""
+    firsts = [replace(r, norms=r.norms[:1]) for r in ranks]
+    return _norm(reference, firsts, axes, measure)
 
 
 def _norm(
@@ -507,27 +583,204 @@ def _norm(
     for rank, record in enumerate(ranks):
         for norm, full in zip(record.norms, reference.norms, strict=False):
             gap = abs(norm - full) / max(abs(full), 1e-30)
-            if gap > TOLERANCE:
-                cause = "a norm over a part of the parameters, or with replicas counted twice"
-                return ParityFinding("the gradient norm", "the norm", gap, rank, cause)
+            if not gap <= TOLERANCE:  # NaN is a difference too
+                factor = ratio_text(norm / full, axes) if full else ""
+                where = "the gradient norm"
+                return finding_of("norm", where, "the norm", (gap, rank), "norm", "", factor)
     return None
+
+
+def _first_update(
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
+) -> ParityFinding | None:
+    """Compare the weights after the first step."""
+    what = "weights after the first step"
+    finding = _updated(reference, ranks, axes, measure, lambda r: r.updated, what)
+    if finding is not None:
+        return finding
+    weights = {n: x for n, x in full_tensors(reference.placed_update).items() if STATE not in n}
+    return _placed(reference, weights, [r.placed_update for r in ranks], "update", what, measure)
 
 
 def _weights(
     reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
 ) -> ParityFinding | None:
     """Compare the weights after the last step."""
-    least, largest = measure.noise * _largest(reference.grads), _largest(reference.weights)
-    for name in reference.weights:
-        # an optimizer that divides by the size of a gradient makes steps of its rounding
-        is_noise = name in reference.grads and float(reference.grads[name].abs().max()) <= least
-        noise = measure.tolerance * largest if is_noise else 0.0
-        worst = _worst(reference.weights, (r.weights for r in ranks), name, measure, noise)
-        if worst is not None:
-            cause = "an optimizer or a clipping that computes over a part, as by a norm of its own"
-            return ParityFinding(_owner(name), f"weights after the steps ({name})", *worst, cause)
+    what = "weights after the steps"
+    finding = _updated(reference, ranks, axes, measure, lambda r: r.weights, what)
+    if finding is not None:
+        return finding
     later = [(abs(a - b) / max(abs(b), 1e-30)) for r in ranks if len(ranks) == 1
              for a, b in zip(r.losses, reference.losses, strict=False)]  # fmt: skip
     if later and max(later) > TOLERANCE:
-        return ParityFinding(LOSS, "the loss", max(later), 0, "an update that differs")
+        return finding_of("update", LOSS, "the loss", (max(later), 0), "update")
     return None
+
+
+def _updated(
+    reference: ParityRecord,
+    ranks: Sequence[ParityRecord],
+    axes: Axes,
+    measure: Measure,
+    weights_of: Callable[[ParityRecord], Mapping[str, Tensor]],
+    what: str,
+) -> ParityFinding | None:
+    """Compare the weights that steps have left."""
+    full = weights_of(reference)
+    least, largest = measure.noise * _largest(reference.grads), _largest(full)
+    for name in full:
+        # an optimizer that divides by the size of a gradient makes steps of its rounding
+        is_noise = name in reference.grads and float(reference.grads[name].abs().max()) <= least
+        noise = measure.tolerance * largest if is_noise else 0.0
+        worst = _worst(full, (weights_of(r) for r in ranks), name, measure, noise)
+        if worst is None:
+            continue
+        moves = {
+            rank: weights[name] - r.initial[name]
+            for rank, r in enumerate(ranks)
+            if name in (weights := weights_of(r)) and name in r.initial
+        }
+        factor = ""
+        if name in reference.initial:
+            factor = factor_of(moves, full[name] - reference.initial[name], axes, 1e-6)
+        kind = "learning rate" if factor and not factor.startswith("missing") else "update"
+        return finding_of("update", _owner(name), f"{what} ({name})", worst, kind, "", factor)
+    return None
+
+
+def _states(
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
+) -> ParityFinding | None:
+    """Compare weights and optimizer states after the last step, wherever ZeRO keeps them."""
+    full, placed = full_tensors(reference.placed), [r.placed for r in ranks]
+    weights = {name: x for name, x in full.items() if STATE not in name}
+    what = "weights after the steps"
+    finding = _placed(reference, weights, placed, "update", what, measure)
+    if finding is not None:
+        return finding
+    states = {name: x for name, x in full.items() if STATE in name}
+    kind, what = "optimizer state", "optimizer states"
+    finding = _placed(reference, states, placed, kind, what, measure)
+    if finding is not None:
+        return finding
+    return _searched(reference, ranks, lambda r: r.states, kind, what, measure)
+
+
+def _searched(
+    reference: ParityRecord,
+    ranks: Sequence[ParityRecord],
+    tensors_of: Callable[[ParityRecord], Mapping[str, Tensor]],
+    kind: str,
+    what: str,
+    measure: Measure,
+) -> ParityFinding | None:
+    """Compare weights and optimizer states that may be any shard of the full ones."""
+    least = measure.noise * _largest(reference.grads)
+    for name in tensors_of(reference):
+        parameter = name.partition(STATE)[0]
+        grad = reference.grads.get(parameter)
+        if grad is not None and float(grad.abs().max()) <= least:
+            continue
+        worst = _worst(tensors_of(reference), map(tensors_of, ranks), name, measure)
+        if worst is None and not any(name in tensors_of(r) for r in ranks):
+            worst = None, 0
+        if worst is not None:
+            return finding_of("state", _owner(parameter), f"{what} ({name})", worst, kind)
+    return None
+
+
+def _placed(
+    reference: ParityRecord,
+    full: Mapping[str, Tensor],
+    ranks: Sequence[Placed],
+    kind: str,
+    what: str,
+    measure: Measure,
+) -> ParityFinding | None:
+    """Compare tensors whose place is known."""
+    if not any(ranks):
+        return None
+    least = measure.noise * _largest(reference.grads)
+    largest = _largest(full)
+    for name, right in full.items():
+        parameter, _, state = name.partition(STATE)
+        grad = reference.grads.get(parameter)
+        is_noise = grad is not None and float(grad.abs().max()) <= least
+        if is_noise and state:
+            continue
+        tolerance = max(measure.tolerance, measure.tolerance * largest if is_noise else 0.0)
+        worst = worst_gap(name, right, ranks, tolerance)
+        if worst is not None:
+            stage: Stage = "state" if kind != "update" else "update"
+            return finding_of(stage, _owner(parameter), f"{what} ({name})", worst, kind)
+    return None
+
+
+_RESUMED: dict[str, Stage] = {
+    "data after a resume": "samples",
+    "random state after a resume": "random",
+    "state after a resume": "state",
+}
+
+
+def narrow_casts(ranks: Sequence[ParityRecord]) -> ParityFinding | None:
+    """Return the module in which one process rounds numbers to 16 or 8 bits; None: none does."""
+    finding = _casts(ParityRecord({}), ranks, {}, PARTS)
+    return None if finding is None else replace(finding, axis="one process")
+
+
+def _casts(
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
+) -> ParityFinding | None:
+    """Look for numbers that are rounded to 16 or 8 bits, but not in one process."""
+    for rank, record in enumerate(ranks):
+        for name, dtype in record.casts.items():
+            if name not in reference.casts:
+                module, what = name or WHOLE_MODEL, f"numbers in {dtype}"
+                return finding_of("precision", module, what, (None, rank), "precision")
+    return None
+
+
+def stopped_difference(ranks: Sequence[ParityRecord], axes: Axes) -> ParityFinding | None:
+    """Return what is different once a run was stopped and resumed; None: nothing."""
+    gaps = [(gap, rank) for rank, record in enumerate(ranks) for gap in record.resume_gaps]
+    if not gaps:
+        return None
+    # after a stop comes a step, in which what differs on one rank reaches the others
+    events = [f"{step}after stop {number}" for number in (1, 2) for step in ("", "a step ")]
+    gap, rank = min(gaps, key=lambda each: events.index(each[0].when))
+    only = {rank for other, rank in gaps if (other.kind, other.when) == (gap.kind, gap.when)}
+    parameter, _, _ = gap.what.partition(STATE)
+    tensor = gap.kind in ("state after a resume", "weights after a resume")
+    module = _owner(parameter) if tensor and "." in parameter else WHOLE_MODEL
+    if gap.kind == "data after a resume":
+        module = DATA
+    factor = f"on rank {', '.join(map(str, sorted(only)))}" if len(only) < len(ranks) else ""
+    what = f"{gap.what} {gap.when}"
+    stage = _RESUMED.get(gap.kind, "resume")
+    finding = finding_of(stage, module, what, (gap.excess, rank), gap.kind, "", factor)
+    return replace(finding, axis=" and ".join([*axes, "resume"]))
+
+
+def _stopped(
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
+) -> ParityFinding | None:
+    """Compare runs that were stopped and resumed with those that were not."""
+    return stopped_difference(ranks, axes)
+
+
+def _loaded(
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
+) -> ParityFinding | None:
+    """Compare what is there once the save of one process is loaded, and a step later."""
+    kind = "loaded elsewhere"
+    full = full_tensors(reference.placed_loaded)
+    what = "the loaded save of one process"
+    loaded = [r.placed_loaded for r in ranks]
+    finding = _placed(reference, full, loaded, kind, what, measure)
+    if finding is not None:
+        return finding
+    if any(r.loaded for r in ranks):
+        return _searched(reference, ranks, lambda r: r.loaded, kind, what, measure)
+    full, after = full_tensors(reference.placed_after), [r.placed_after for r in ranks]
+    return _placed(reference, full, after, kind, f"a step after {what}", measure)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm.nested import leaves_of
+from torchdistpackage.equivalence.placed import Placed
 from torchdistpackage.errors import TorchDistError
 
 DATA, LOSS = "data", "loss"
@@ -36,14 +37,36 @@ class ModuleCalls:
     output_grads: list[Tensor] = field(default_factory=list[Tensor])
 
 
+@dataclass(frozen=True, slots=True)
+class ResumeGap:
+    """What a resumed run has otherwise than the same run without a stop.
+
+    kind: a key of `CAUSES`. what: the name of a tensor, or what differs. when: as `after stop 2`.
+    excess: the difference, over the largest number; None: it is missing, or is no number.
+    """
+
+    kind: str
+    what: str
+    when: str
+    excess: float | None
+
+
 @dataclass(slots=True)
 class ParityRecord:
     """The record of one rank of one layout.
 
     coord: its coordinates. modules: by name, in the order in which their first calls ended.
     losses, norms: of each step. grads: of the first step, after the sum over ranks.
+    updated, weights: the weights after the first step, and after the last.
     masks: of each dropout, the elements that a call kept. error: of the rank that ended the steps.
     results: the whole model's outputs, if they are known apart from its modules.
+    states, loaded: optimizer states by `NAME#KEY` after the last step; weights and states once the
+    save of one process is loaded.
+    placed_grads: gradients of ZeRO's shards in the first step, in place of grads.
+    placed_update, placed: weights and optimizer states after the first step, and the last one.
+    placed_loaded, placed_after: the same once the save of one process is loaded, and a step later.
+    resume_gaps: what differs after a stop and start.
+    casts: modules that round numbers to 16 or 8 bits, with the type.
     error_detail: its traceback, or where all ranks hung.
     """
 
@@ -54,10 +77,20 @@ class ParityRecord:
     norms: list[float] = field(default_factory=list[float])
     initial: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     grads: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    updated: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     weights: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     buffers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     masks: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     results: list[Tensor] = field(default_factory=list[Tensor])
+    states: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    loaded: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    placed_grads: Placed = field(default_factory=dict)
+    placed_update: Placed = field(default_factory=dict)
+    placed: Placed = field(default_factory=dict)
+    placed_loaded: Placed = field(default_factory=dict)
+    placed_after: Placed = field(default_factory=dict)
+    resume_gaps: list[ResumeGap] = field(default_factory=list[ResumeGap])
+    casts: dict[str, str] = field(default_factory=dict[str, str])
     error: str = ""
     error_detail: str = ""
 
@@ -87,7 +120,11 @@ def recording(
     def note(name: str):
         def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None:
             # a shallow copy, as a stage has of the base, has the hooks of its original
-            if is_recorded() and module is modules[name] and not (first_call and name in calls):
+            # a forward that the backward runs again is no call of its own
+            again = torch._C._current_graph_task_id() != -1
+            if again or (first_call and name in calls):
+                return
+            if is_recorded() and module is modules[name]:
                 both = (args, kwargs), output
                 values = [_kept(x) for x in both]
                 values += [[] if first_call else _grads_to_come(x) for x in both]

@@ -50,16 +50,18 @@ def note_start(
     device: str,
     job_end_s: float | None = None,
     libraries: Mapping[str, object] | None = None,
+    proof: str | None = None,
 ) -> None:
     """Note a start: where it begins, on how many ranks, and every key that was set.
 
     attempt: `attempt_id` of the job, or "local". device: the model of rank 0's device.
     job_end_s: when the job is ended, in seconds since 1970. libraries: versions, and variables that
-    decide in which order devices add.
+    decide in which order devices add. proof: the file of tdp prove that holds for the run.
     """
     more: dict[str, object] = {"attempt": attempt, "num_ranks": world_size, "device": device}
     more |= {"host": socket.gethostname(), "num_steps": config.train.steps}
     more |= {} if libraries is None else {"libraries": dict(libraries)}
+    more |= {} if proof is None else {"proof": proof}
     note_event(folder, START, step, **more, job_end_s=job_end_s, keys=written_keys(config))
 
 

@@ -9,5 +9,6 @@ Other ranks     elastic (the same run on another number of ranks), shrink (`tdp 
 Costs           traffic (bytes of a step), context_plan, expert_plan; estimate (seconds of
                 messages, `tdp plan --profile`), step_time (of a step, `tdp plan --time`),
                 layout_search (of all layouts, the fastest that fit).
-Parity          parity_plan, parity_model, smaller_arguments (what `tdp parity` runs).
+Parity          parity_plan, parity_model, smaller_arguments (what `tdp prove` runs),
+                parity_program, certificate (what it writes).
 """

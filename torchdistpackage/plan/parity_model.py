@@ -1,4 +1,4 @@
-"""A model of transformers for `tdp parity`: a small copy of it, and a run around it. No torch.
+"""A model of transformers for `tdp prove`: a small copy of it, and a run around it. No torch.
 
 The copy has the same classes and kinds of layers (models/shrunk_config.py) and random weights.
 """

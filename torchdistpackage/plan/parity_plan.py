@@ -1,7 +1,7 @@
-"""The runs of `tdp parity`: the small run of one process, and that of each layout. No torch."""
+"""The runs of `tdp prove`: the small run of one process, and that of each layout. No torch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchdistpackage.config.schema import (
@@ -12,49 +12,135 @@ from torchdistpackage.config.schema import (
 )
 from torchdistpackage.config.types import CUSTOM
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.harness.parity.layouts import layouts_of
+from torchdistpackage.harness.parity.layouts import layouts_of, text_of
 from torchdistpackage.plan.run_plan import Plan
 from torchdistpackage.plan.shrink import smaller_model, zero_group_for
 
 NUM_STEPS = 3
+"""Steps that are compared with those of one process."""
+MORE_STEPS = 3
+"""Steps around two stops, and one to spare: the last of a schedule may have a rate of 0."""
 MOST_RANKS = 8
 AXES = ("data", "pipe", "context", "tensor", "expert")
 
 
 @dataclass(frozen=True)
+class ComparedOption:
+    """An option of one process that must not change what a step computes.
+
+    without, having: the runs to compare. alike: every micro-batch gets the samples of the first.
+    dropout: both draw, as the option must not change what is drawn either.
+    """
+
+    name: str
+    without: RunConfig
+    having: RunConfig
+    alike: bool = False
+    dropout: bool = False
+
+
+@dataclass(frozen=True)
 class ParityRun:
-    """The runs that `tdp parity` compares. whole: the run of one process. layouts: axes and the run
-    of each.
+    """The runs that `tdp prove` compares.
+
+    whole: the run of one process. layouts: axes and the run of each. features: options that one
+    process must not be changed by.
     """
 
     whole: RunConfig
     layouts: Sequence[tuple[dict[str, int], RunConfig]]
+    features: Sequence[ComparedOption] = ()
 
     @property
     def most_ranks(self) -> int:
         return max(math.prod(axes.values()) for axes, _ in self.layouts)
 
 
-def parity_run(plan: Plan) -> ParityRun:
+def world_size_of(axes: Mapping[str, int]) -> int:
+    """Return the number of ranks of a layout."""
+    return math.prod(axes.values())
+
+
+def parity_run(plan: Plan, layouts: str = "all") -> ParityRun:
     """Return the layouts of a plan, each a run of its own on the same samples.
 
+    layouts: `all`, each axis of the plan alone, pairs, and all axes, with two ranks each; `this`,
+        that of the plan, with two ranks an axis if it has more than `MOST_RANKS`; or a list, as in
+        `data=2,tensor=2;pipe=4`.
+
     Raises:
-        ConfigError: the plan has one rank, so there is nothing to compare.
+        ConfigError: the plan has one rank, so there is nothing to compare, or the list cannot be.
     """
+    chosen = _chosen(plan, layouts)
+    small = _small(plan, chosen)
+    one = _laid_out(small, {})
+    runs = [(x, _laid_out(small, x)) for x in chosen]
+    return ParityRun(one, runs, _features(one, plan.config.train.compile))
+
+
+def smaller_layouts(run: ParityRun, axes: Mapping[str, int]) -> ParityRun:
+    """Return the layouts with fewer axes than `axes`, to find the one that makes a difference."""
+    chosen = [x for x in layouts_of(axes) if len(x) < len(axes)]
+    return ParityRun(run.whole, [(x, _laid_out(run.whole, x)) for x in chosen])
+
+
+def _chosen(plan: Plan, layouts: str) -> list[dict[str, int]]:
     parallel = plan.config.parallel
     degrees = {axis: getattr(parallel, axis, 1) for axis in AXES}
     axes = {axis: size for axis, size in degrees.items() if isinstance(size, int) and size > 1}
-    chosen = [x for x in layouts_of(axes) if math.prod(x.values()) <= MOST_RANKS]
-    if not chosen:
+    if layouts not in ("all", "this"):
+        return _listed(layouts)
+    if not axes:
         raise ConfigError(
-            "tdp parity compares layouts with one process, and this run has one rank; give it "
+            "tdp prove compares layouts with one process, and this run has one rank; give it "
             "axes, for example parallel.data=2 parallel.tensor=2"
         )
-    small = _small(plan)
-    return ParityRun(_laid_out(small, {}), [(x, _laid_out(small, x)) for x in chosen])
+    if layouts == "all":
+        return [x for x in layouts_of(axes) if math.prod(x.values()) <= MOST_RANKS]
+    if axes.get("expert", 1) > 1:  # expert ranks are some of the data ranks
+        axes["data"] = axes["data"] // axes["expert"]
+    own = {axis: size for axis, size in axes.items() if size > 1}
+    if math.prod(own.values()) > MOST_RANKS:
+        own = dict.fromkeys(own, 2)
+    if math.prod(own.values()) > MOST_RANKS:
+        raise ConfigError(
+            f"tdp prove --layouts this: {text_of(own)} are {math.prod(own.values())} ranks, and "
+            f"{MOST_RANKS} are the most; pass --layouts all, or a list as 'data=2,tensor=2;pipe=2'"
+        )
+    return [own]
 
 
-def _small(plan: Plan) -> RunConfig:
+def _listed(layouts: str) -> list[dict[str, int]]:
+    """Return the layouts of a list, as in `data=2,tensor=2;pipe=4`."""
+    chosen: list[dict[str, int]] = []
+    problems: list[str] = []
+    for text in layouts.split(";"):
+        axes: dict[str, int] = {}
+        for pair in text.split(","):
+            axis, equals, size = pair.strip().partition("=")
+            if not equals or axis not in AXES or axis in axes or not size.isdecimal():
+                problems.append(
+                    f"{pair.strip()!r} is not an axis with a number of ranks; the axes are "
+                    f"{', '.join(AXES)}, each once"
+                )
+            elif int(size) > 1:
+                axes[axis] = int(size)
+        ranks = math.prod(axes.values())
+        if ranks > MOST_RANKS:
+            problems.append(f"{text.strip()!r} has {ranks} ranks, and {MOST_RANKS} are the most")
+        elif axes:
+            chosen.append(axes)
+    if not problems and not chosen:
+        problems.append("no layout has several ranks")
+    if problems:
+        raise ConfigError(
+            f"tdp prove --layouts {layouts!r}: {'; '.join(problems)}; write all, this, or a list "
+            "as 'data=2,tensor=2;pipe=4'"
+        )
+    return chosen
+
+
+def _small(plan: Plan, layouts: Sequence[Mapping[str, int]]) -> RunConfig:
     """Return the run with a small model of the same classes, in float64, without validations, saves
     and timing checks.
     """
@@ -67,19 +153,69 @@ def _small(plan: Plan) -> RunConfig:
         rounds = min(config.pipeline.microbatches, 4) * min(config.train.accumulate, 2)
         config = _with(config, "pipeline", microbatches=min(config.pipeline.microbatches, 4))
         config = _with(config, "train", accumulate=min(config.train.accumulate, 2))
-    samples = 2 * rounds * (2 if config.parallel.expert > 1 else 1)
+    shares = (x.get("data", 1) * x.get("expert", 1) for x in layouts)
+    samples = rounds * math.lcm(2 * (2 if config.parallel.expert > 1 else 1), *shares)
     warmup = min(config.optim.warmup(config.train.steps), 1)
-    plain = TrainSection(steps=NUM_STEPS, straggler_every=0, eval_every=0)
-    kept = {"accumulate": config.train.accumulate, "step_timeout_s": config.train.step_timeout_s}
     return config.model_copy(
         update={
             "precision": PrecisionSection(dtype="float64"),
             "data": config.data.model_copy(update={"global_batch": samples}),
             "optim": config.optim.model_copy(update={"warmup_steps": warmup}),
-            "train": plain.model_copy(update=kept),
+            "train": _train(config.train),
             "checkpoint": CheckpointSection(save_every=0),
         }
     )
+
+
+def _train(section: TrainSection) -> TrainSection:
+    """Return the section without validations and checks, without noise, which one process draws
+    otherwise than many, and without a teacher or files made for the run's own samples.
+    """
+    plain = TrainSection()
+    recompute = "blocks" if section.recompute == "auto" else section.recompute
+    return section.model_copy(
+        update={
+            "steps": NUM_STEPS + MORE_STEPS,
+            "epochs": None,
+            "straggler_every": 0,
+            "eval_every": 0,
+            "check_replicas_every": 0,
+            "check_calls": False,
+            "neftune_noise_alpha": None,
+            "distill": plain.distill,
+            "dpo": section.dpo.model_copy(update={"reference": None}),
+            "early_stop": plain.early_stop,
+            "profile": plain.profile,
+            "recompute": recompute,
+            "compile": "off",
+        }
+    )
+
+
+def _features(one: RunConfig, compiles: str) -> list[ComparedOption]:
+    """Return the options of a run that must not change what a step computes.
+
+    one: one process. compiles: train.compile of the run.
+    """
+    features: list[ComparedOption] = []
+    unrolled = _with(one, "train", recompute="none")
+    rounds = one.pipeline.microbatches * one.train.accumulate
+    # a task such as a loss over all pairs of a round is of a round
+    has_task = one.data.spec is not None and bool(one.data.spec.task)
+    if rounds > 1 and not has_task and one.pipeline.schedule != CUSTOM:
+        single = _with(_with(unrolled, "pipeline", microbatches=1), "train", accumulate=1)
+        # what experts balance is of a micro-batch, so there all of them get the same samples
+        alike = one.model.moe.num_experts is not None or one.model.hf is not None
+        if alike and isinstance(one.data.global_batch, int):
+            single = _with(single, "data", global_batch=one.data.global_batch // rounds)
+        features.append(ComparedOption("accumulation", single, unrolled, alike=alike))
+    if one.train.recompute != "none":
+        features.append(ComparedOption("recompute", unrolled, one, dropout=True))
+    if compiles != "off":
+        features.append(
+            ComparedOption("compile", unrolled, _with(unrolled, "train", compile=compiles))
+        )
+    return features
 
 
 def _laid_out(config: RunConfig, axes: dict[str, int]) -> RunConfig:

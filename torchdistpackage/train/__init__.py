@@ -14,9 +14,10 @@ In a rank, torch is there and every file takes plain arguments, but for build an
 Objects         worker (a rank from its environment to its end), build (plan to objects),
                 data_build (the same of the data, see data/), staged_model.
 Steps           loop (which calls a Callback between steps), step, update, step_stats, votes,
-                callbacks, profiler, trace, nonfinite.
+                callbacks, replica_check, profiler, trace, nonfinite.
 State           train_state, stop, log, finish, export, recompute.
 Services        trackers/ (log.to: TensorBoard, Weights & Biases, MLflow).
 Beside a run    evaluation, generate, inference with inference_request (tdp eval and tdp
-                generate); dry_run (tdp comm lint); parity; trace_file (tdp profile).
+                generate); dry_run (tdp comm lint); parity with parity_steps (tdp prove);
+                trace_file (tdp profile).
 """

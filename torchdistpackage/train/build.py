@@ -52,7 +52,6 @@ from torchdistpackage.schedule.generators import evaluation
 from torchdistpackage.train.callbacks import (
     DeadExperts,
     NonFiniteCheck,
-    ReplicaCheck,
     SaveEvents,
     SourceShares,
     StragglerCheck,
@@ -77,6 +76,7 @@ from torchdistpackage.train.profiler import StepProfiler
 from torchdistpackage.train.rank_times import RankTimes
 from torchdistpackage.train.recompute import offload_blocks, recompute_blocks, recompute_within
 from torchdistpackage.train.reference_cache import CachedReference
+from torchdistpackage.train.replica_check import ReplicaCheck
 from torchdistpackage.train.saving import RunSaver
 from torchdistpackage.train.staged_model import (
     LossFn,
@@ -399,7 +399,8 @@ def make_loop(
     else:
         state.best = None  # of an earlier start; its checkpoint would stay for ever
     if train.check_replicas_every:
-        callbacks.append(ReplicaCheck(trainer, train.check_replicas_every))
+        goes_on = train.on_replicas_differ == "continue"
+        callbacks.append(ReplicaCheck(trainer, train.check_replicas_every, goes_on=goes_on))
     callbacks += map(own_callback, config.log.callbacks)
     return Loop(
         trainer,

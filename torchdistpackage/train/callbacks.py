@@ -1,19 +1,13 @@
-"""Hooks that the loop calls besides its steps: replica and timing checks, non-finite numbers, notes
-of saves.
+"""Hooks that the loop calls besides its steps: timing checks, non-finite numbers, notes of saves.
 
-Nothing is compared with less than all its peers. A parameter's replicas lie along data, along axes
-that do not cut it and over tied stages; in data loading all ranks are peers, in the rest those of
-one stage.
+Nothing is compared with less than all its peers. In data loading all ranks are peers, in the rest
+those of one stage. replica_check.py compares what ranks hold alike.
 """
 
-from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.data.blend import BlendedDataset
-from torchdistpackage.ddp.param_sync import ReplicatedTensor, check_replicas
-from torchdistpackage.ddp.sharded import ShardedOptimizer
 from torchdistpackage.errors import ConfigError, NonFiniteError
 from torchdistpackage.harness.stragglers.compare import Comparison
 from torchdistpackage.launch.run_events import SAVE, note_event
-from torchdistpackage.layout.derive import replica_ranks
 from torchdistpackage.plan.run_plan import Plan, stage_loads
 from torchdistpackage.plan.user_code import user_object
 from torchdistpackage.train.log import SHARES
@@ -36,41 +30,6 @@ def own_callback(path: str) -> Callback:
             "class derived from torchdistpackage.Callback"
         )
     return callback
-
-
-class ReplicaCheck(Callback):
-    """Compares replicas bit by bit after every `every`th step, or when it is called.
-
-    Raises:
-        CommError: with names and ranks, on all ranks that hold a copy that differs.
-    """
-
-    def __init__(self, trainer: Trainer, every: int = 0):
-        self._trainer, self._every = trainer, every
-        view = tpc.topology.view
-        self._ranks = {
-            name: replica_ranks(layout, view(layout.view), tpc.rank)
-            for name, layout in trainer.layouts.items()
-        }
-        tpc.prepare(copies=trainer.layouts.values())
-
-    def is_due(self, step: int) -> bool:
-        return self._every > 0 and step % self._every == 0
-
-    def on_step(self, loop: Loop, result: StepResult, issued: PendingStep) -> None:
-        if self.is_due(result.step):
-            with loop.heartbeat.allow_slow():
-                self()
-
-    def __call__(self) -> None:
-        if isinstance(self._trainer.optimizer, ShardedOptimizer):
-            self._trainer.optimizer.finish()
-        check_replicas(
-            ReplicatedTensor(
-                self._trainer.layouts[name].name, p.data, tpc.groups.of(self._ranks[name])
-            )
-            for name, p in self._trainer.stage.named_parameters()
-        )
 
 
 class SaveEvents(Callback):

@@ -1,54 +1,49 @@
-"""The steps of a run's own configuration, small and in float64, on several layouts: `tdp parity`.
+"""The steps of a run's own configuration, small and in float64, on several layouts: `tdp prove`.
 
 The model and the batch are made smaller with the same classes; the samples of a step are those of
-one process under every layout. Dropout is off, as one process draws otherwise than many ranks.
+one process under every layout. What ranks do is in parity_steps.py.
 """
 
 import inspect
 import math
 import os
-import random
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from torchdistpackage.comm.tpc import resolve_group
-from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.ddp.sharded import ShardedOptimizer
-from torchdistpackage.equivalence.compare import ITS_STEP, ParityFinding, first_difference
-from torchdistpackage.equivalence.record import (
-    ParityRecord,
-    recording,
-    told_where,
-    without_dropout,
+from torchdistpackage.equivalence.causes import CAUSES
+from torchdistpackage.equivalence.compare import (
+    ITS_STEP,
+    ParityFinding,
+    first_difference,
+    narrow_casts,
+    stopped_difference,
 )
 from torchdistpackage.errors import TorchDistError
 from torchdistpackage.harness.parity.layout_ranks import records_of
 from torchdistpackage.harness.parity.layouts import ParityReport, text_of
-from torchdistpackage.harness.pool import RankPool
-from torchdistpackage.layout.derive import blocks
-from torchdistpackage.plan.parity_plan import NUM_STEPS, ParityRun, parity_run
-from torchdistpackage.plan.run_plan import Plan, make_plan
+from torchdistpackage.harness.pool import RankPool, Ranks
+from torchdistpackage.plan.parity_plan import ComparedOption, ParityRun, parity_run, smaller_layouts
+from torchdistpackage.plan.run_plan import Plan
 from torchdistpackage.plan.smaller_arguments import with_smaller_arguments
 from torchdistpackage.plan.user_code import add_user_code, user_object
-from torchdistpackage.train.build import build
-from torchdistpackage.train.step import Trainer
+from torchdistpackage.train.parity_steps import ONE_PROCESS, record_run
 
 _LIMIT_S = 600.0
 """Limit in seconds for the steps of one layout; there may be more ranks than cores."""
-_PRELOAD = (__name__, "torch._dynamo")
+_PRELOAD = (record_run.__module__, "torch._dynamo")
 """Modules that are loaded once: otherwise each of 15 ranks, in sets of 1, 2, 4 and 8, would import
 them."""
 
 
 def compare_plan(
-    plan: Plan, say: Callable[[str], None], pool: RankPool | None = None
+    plan: Plan, say: Callable[[str], None], pool: RankPool | None = None, layouts: str = "all"
 ) -> ParityReport:
-    """Compare every layout of a plan's axes with one process, with a small model.
+    """Compare layouts of a plan with one process, with a small model; layouts: see `parity_run`.
 
     A model of one's own is made smaller by its constructor's arguments (smaller_arguments.py); in
     its own size it is compared where it cannot be. say: takes lines of progress.
@@ -59,14 +54,14 @@ def compare_plan(
     """
     config = plan.config
     if config.model.target is None:
-        return compare_run(parity_run(plan), pool, say)
+        return compare_run(parity_run(plan, layouts), pool, say, narrow=layouts == "this")
     add_user_code(os.environ)
     defaults = _defaults(user_object(config.model.target))
     small = with_smaller_arguments(config, defaults)
     if small is not config:
         try:
             changed = plan.changed(lambda _: small)
-            report = compare_run(parity_run(changed), pool, say)
+            report = compare_run(parity_run(changed, layouts), pool, say, narrow=layouts == "this")
         except TorchDistError as error:
             wrong = str(error).strip().splitlines()[-1]
         else:
@@ -75,7 +70,7 @@ def compare_plan(
                 return report
             wrong = raised[0].cause
         say(f"smaller arguments do not do ({wrong}); compared in its own size")
-    return compare_run(parity_run(plan), pool, say)
+    return compare_run(parity_run(plan, layouts), pool, say, narrow=layouts == "this")
 
 
 def _defaults(target: Callable[..., object]) -> dict[str, Any]:
@@ -88,9 +83,17 @@ def _defaults(target: Callable[..., object]) -> dict[str, Any]:
 
 
 def compare_run(
-    run: ParityRun, pool: RankPool | None = None, say: Callable[[str], None] = lambda line: None
+    run: ParityRun,
+    pool: RankPool | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    *,
+    resumes: bool = True,
+    narrow: bool = False,
 ) -> ParityReport:
     """Compare every layout of the run with one process.
+
+    resumes: also stop and resume, and load the save of one process. narrow: if the first layout
+        differs, compare those with fewer axes, to name the axis.
 
     Raises:
         TorchDistError: one process alone fails.
@@ -99,102 +102,61 @@ def compare_run(
     say(f"comparing {len(run.layouts)} {noun} with one process")
     theirs = () if run.whole.model.hf is None else ("transformers.modeling_utils",)
     rank_pool = pool or RankPool(run.most_ranks, timeout_s=_LIMIT_S, preload=(*_PRELOAD, *theirs))
-    try:
+    with ExitStack() as stack:
+        if pool is None:
+            stack.callback(rank_pool.close)
+        saves = ""
+        if resumes:
+            saves = stack.enter_context(tempfile.TemporaryDirectory(prefix="tdp-prove-"))
         began = time.monotonic()
-        (reference,) = records_of(rank_pool(1), record_run, run.whole, {})
+        (reference,) = records_of(rank_pool(1), record_run, run.whole, {}, saves)
         if reference.error:
             raise TorchDistError(f"one process alone fails: {reference.error}")
         say(f"one process: {time.monotonic() - began:.0f} s")
+        for alone in (narrow_casts([reference]), stopped_difference([reference], {})):
+            if alone is not None:
+                return ParityReport([({}, alone)])
         findings: list[tuple[dict[str, int], ParityFinding | None]] = []
-        for number, (axes, config) in enumerate(run.layouts, 1):
+        for feature in run.features:
+            if (changed := _changed(feature, rank_pool(1))) is not None:
+                findings.append(({}, changed))
+                say(f"one process, {feature.name}: differs in {changed.module}")
+        todo = deque(run.layouts)
+        number = 0
+        while todo:
+            axes, config = todo.popleft()
+            number += 1
             began = time.monotonic()
-            records = records_of(
-                rank_pool(math.prod(axes.values())), record_run, config, dict(axes)
-            )
+            name = text_of(axes).replace(" ", "").replace(",", "-")
+            ranks = rank_pool(math.prod(axes.values()))
+            records = records_of(ranks, record_run, config, dict(axes), saves, name)
             finding = first_difference(reference, records, axes)
             findings.append((axes, finding))
             verdict = "the same" if finding is None else f"differs in {finding.module}"
             took = f"{time.monotonic() - began:.0f} s"
-            say(f"{number} of {len(run.layouts)}, {text_of(axes)}: {verdict}, {took}")
+            say(f"{number} of {number + len(todo)}, {text_of(axes)}: {verdict}, {took}")
             if finding is not None and finding.detail:
                 say(finding.detail)
-    finally:
-        if pool is None:
-            rank_pool.close()
+            if finding is not None and narrow and len(axes) > 1 and number == 1:
+                # which axis it is shows with fewer of them
+                todo.extendleft(reversed(smaller_layouts(run, axes).layouts))
+    findings.sort(key=lambda each: len(each[0]))
     return ParityReport(findings)
 
 
-def record_run(config: RunConfig, axes: Mapping[str, int]) -> ParityRecord:
-    """Take the steps as a rank of the layout; runs on every rank."""
-    rank = resolve_group(None, "global").rank()
-    plan = make_plan(config, math.prod(axes.values()) if axes else 1)
-    record = ParityRecord(dict(plan.topology.dense.coord(rank)))
-    for seed in (torch.manual_seed, random.seed, np.random.seed):
-        seed(0)
-    _take_steps(build(plan, rank, torch.device("cpu")), record)
-    return record
+_CHANGES = {"accumulation": "accumulation", "recompute": "recompute", "compile": "compiled"}
+"""Name of an option -> the kind of mistake, where gradients or outputs change with it."""
 
 
-def _take_steps(trainer: Trainer, record: ParityRecord) -> None:
-    make_batch = trainer.batches.of_training
-
-    def fed(step: int, index: int):
-        batch = make_batch(step, index)
-        if step == 1:
-            record.inputs += [x for x in batch if isinstance(x, Tensor)][: 1 if index == 0 else 0]
-        return batch
-
-    trainer.batches.of_training = fed
-    # what a stage as a whole takes and gives, one process has nowhere
-    named = ((name.partition(".")[2], part) for name, part in trainer.stage.named_modules())
-    parts = {name: part for name, part in named if name}
-    record.initial = _weights(trainer)
-    for step in range(1, NUM_STEPS + 1):
-        with (
-            told_where(parts),
-            without_dropout(trainer.stage),
-            recording(parts, record, lambda n=step: n == 1),
-        ):
-            result = trainer.train_step(step).wait()
-        record.losses.append(result.loss)
-        record.norms.append(result.grad_norm)
-        named = [*trainer.stage.named_parameters()]
-        if step == 1 and not isinstance(trainer.optimizer, ShardedOptimizer):
-            # before they were clipped: one wrong gradient changes the norm, and so all of them
-            clip = trainer.plan.config.optim.clip
-            factor = max(1.0, (result.grad_norm + 1e-6) / clip) if clip else 1.0
-            grads = {n: p.grad * factor for n, p in named if p.grad is not None}
-            record.grads = _parts(trainer, grads)
-    if isinstance(trainer.optimizer, ShardedOptimizer):
-        trainer.optimizer.finish()
-    record.weights = _weights(trainer)
-    record.buffers = {
-        name.partition(".")[2]: x.detach().clone() for name, x in trainer.stage.named_buffers()
-    }
-    trainer.close()
-
-
-def _weights(trainer: Trainer) -> dict[str, Tensor]:
-    """Return weights by global name. ZeRO stage 3 has none, as there a rank holds slices without a
-    shape.
-    """
-    if trainer.plan.zero == 3:
-        return {}
-    return _parts(trainer, dict(trainer.stage.named_parameters()))
-
-
-def _parts(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return by global name this rank's slices of full tensors, without padding. A bias that only
-    the first rank adds is zero on the others.
-    """
-    parts: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        layout, part = trainer.layouts[name], tensor.detach()
-        if layout.ranges:
-            mesh = trainer.plan.topology.view(layout.view)
-            blocks_here = [part[local] for _, local in blocks(layout, mesh, trainer.rank)]
-            if not any(x.numel() for x in blocks_here):
-                continue
-            part = blocks_here[0] if len(blocks_here) == 1 else part
-        parts[layout.name] = part.clone()
-    return parts
+def _changed(feature: ComparedOption, ranks: Ranks) -> ParityFinding | None:
+    """Return what an option changes in one process; None: nothing."""
+    options = ({}, "", ONE_PROCESS, feature.alike, feature.dropout)
+    without, having = (
+        records_of(ranks, record_run, config, *options)
+        for config in (feature.without, feature.having)
+    )
+    finding = first_difference(without[0], having, {feature.name: 1})
+    if finding is None or finding.kind in ("", "uneven means", "order of data"):
+        return finding
+    kind = _CHANGES[feature.name]
+    return replace(finding, kind=kind, cause=CAUSES[kind])

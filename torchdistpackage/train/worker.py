@@ -31,6 +31,7 @@ from torchdistpackage.launch.run_events import END, flat, note_event, note_start
 from torchdistpackage.launch.run_folder import only_writer, prepare_folder, run_folder
 from torchdistpackage.launch.slurm.requeue import EXIT_TEMPFAIL, Decision, RequeueDecision
 from torchdistpackage.launch.slurm.run_dir import amend_start, append_start, attempt_id, this_start
+from torchdistpackage.plan.certificate import proof_of
 from torchdistpackage.plan.resume_check import StartChanges, start_changes
 from torchdistpackage.plan.run_plan import Plan, make_plan, too_long
 from torchdistpackage.plan.user_code import add_user_code
@@ -252,6 +253,7 @@ def _note_start(rank: RunRank, state: TrainState, changes: StartChanges) -> Stop
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             job_end_s=stop.end_s,
             libraries=libraries(),
+            proof=proof_of(config, rank.plan.config),
         )
     return stop
 

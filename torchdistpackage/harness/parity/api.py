@@ -1,10 +1,11 @@
-"""`compare_layouts`: a model of your own program on several layouts, against one process."""
+"""`prove`: a model and loop of your own program on several layouts, against one process."""
 
+import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
-from torchdistpackage.equivalence.compare import first_difference
+from torchdistpackage.equivalence.compare import first_difference, narrow_casts, stopped_difference
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.parity.layout_ranks import ParityModel, run_layouts
 from torchdistpackage.harness.parity.layouts import Axes, ParityReport, checked
@@ -13,21 +14,22 @@ from torchdistpackage.harness.pool import RankPool
 MOST_RANKS = 8
 
 
-def compare_layouts(
+def prove(
     build: Callable[[], ParityModel],
     batch: Callable[[int, int, int], Any],
     layouts: Iterable[Axes],
     *,
     pool: RankPool | None = None,
 ) -> ParityReport:
-    """Compare three steps of a model under each layout with those of one process, in float64.
+    """Compare the steps of a model under each layout with those of one process, in float64.
 
     build: makes the model on each rank, after `tpc` is set up; importable, as all that ranks call.
     batch: called with the step (from 0), this rank's index along data and the number of such
     ranks; returns what the step is fed, float tensors in float64. layouts: such as
     `[{"data": 2}, {"tensor": 2}, {"data": 2, "tensor": 2}]`. pool: ranks that are there already.
 
-    The report is the line or table that `print` shows; `is_right` and `findings` are for tests.
+    If `build` gives `save` and `load`, each layout is also stopped and resumed, twice. The report
+    is the line or table that `print` shows; `is_right` and `findings` are for tests.
 
     Raises:
         ConfigError: a layout cannot be, or one process alone fails.
@@ -35,17 +37,25 @@ def compare_layouts(
     try:
         chosen = checked(layouts, MOST_RANKS)
     except ValueError as error:
-        raise ConfigError(f"compare_layouts: {error}") from error
+        raise ConfigError(f"prove: {error}") from error
     if not chosen:
-        raise ConfigError("compare_layouts: no layout has several ranks; pass one, as {'data': 2}")
+        raise ConfigError("prove: no layout has several ranks; pass one, as {'data': 2}")
     with ExitStack() as stack:
         ranks = pool or stack.enter_context(RankPool(MOST_RANKS, timeout_s=600.0))
-        (one_process,), *records = run_layouts(build, batch, chosen, ranks)
+        saves = stack.enter_context(tempfile.TemporaryDirectory(prefix="tdp-prove-"))
+        (one_process,), *records = run_layouts(build, batch, chosen, ranks, saves)
     if one_process.error:
-        raise ConfigError(f"compare_layouts: one process alone fails: {one_process.error}")
+        raise ConfigError(f"prove: one process alone fails: {one_process.error}")
+    for alone in (narrow_casts([one_process]), stopped_difference([one_process], {})):
+        if alone is not None:
+            return ParityReport([({}, alone)])
     return ParityReport(
         [
             (axes, first_difference(one_process, record, axes))
             for axes, record in zip(chosen, records, strict=True)
         ]
     )
+
+
+compare_layouts = prove
+"""The earlier name."""

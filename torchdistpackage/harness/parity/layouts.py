@@ -27,8 +27,8 @@ def layouts_of(axes: Axes) -> list[dict[str, int]]:
 
 
 def text_of(axes: Axes) -> str:
-    """Return `data 2, pipe 2`."""
-    return ", ".join(f"{axis} {size}" for axis, size in axes.items())
+    """Return `data 2, pipe 2`; without axes `one process`."""
+    return ", ".join(f"{axis} {size}" for axis, size in axes.items()) or "one process"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ParityReport:
         for axes, finding in self.findings:
             if finding is None:
                 lines.append(f"{text_of(axes)}: the same as one process")
-            elif any(seen_axes <= set(axes) for seen_axes in seen):
+            elif any(seen_axes and seen_axes <= set(axes) for seen_axes in seen):
                 lines.append(f"{text_of(axes)}: differs too")
             else:
                 seen.append(set(axes))

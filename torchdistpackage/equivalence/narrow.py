@@ -1,0 +1,72 @@
+"""Search for numbers that code rounds to 16 or 8 bits, whatever the precision of the run.
+
+A comparison of layouts in float64 does not see a cast that all layouts make. In a float64 copy of
+a run no cast to a narrow type is asked for, so each is one that the code makes by itself, as of
+rotary tables or of a router's scores.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchdistpackage.comm.nested import leaves_of
+
+WIDE = (torch.float32, torch.float64)
+
+
+class _CastMode(TorchDispatchMode):
+    """Notes the module in which a floating-point tensor becomes one of fewer than 32 bits."""
+
+    def __init__(self, running: Sequence[str], casts: dict[str, str]):
+        super().__init__()
+        self._running, self._casts = running, casts
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        narrow = [x.dtype for x in leaves_of(result) if _is_narrow(x)]
+        if narrow:
+            inputs = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)]
+            if any(x.dtype in WIDE for x in inputs) and not any(map(_is_narrow, inputs)):
+                where = self._running[-1] if self._running else ""
+                self._casts.setdefault(where, str(narrow[0]).removeprefix("torch."))
+        return result
+
+
+def _is_narrow(x: object) -> bool:
+    return isinstance(x, Tensor) and x.dtype.is_floating_point and x.dtype.itemsize < 4
+
+
+@contextmanager
+def noting_casts(modules: Mapping[str, nn.Module], casts: dict[str, str]) -> Iterator[None]:
+    """Note the casts inside the block: module -> type; without a running module, as in a sum of
+    gradients, the name is empty.
+    """
+    running: list[str] = []
+
+    def enter(name: str, *_: object) -> None:
+        running.append(name)
+
+    def leave(*_: object) -> None:
+        running.pop()
+
+    hooks = []
+    for name, module in modules.items():
+        hooks.append(module.register_forward_pre_hook(partial(enter, name)))
+        hooks.append(module.register_forward_hook(leave))
+    try:
+        with _CastMode(running, casts):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,125 @@
+"""Comparison of a run that is stopped and resumed, twice, with the same run without a stop.
+
+Both are of one layout, so they must have the same bits, with dropout too. A second stop shows what
+the first one does not: what a resumed run forgets to save again.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torchdistpackage.equivalence.placed import STATE, Placed
+from torchdistpackage.equivalence.record import ResumeGap
+
+
+@dataclass
+class RunMoment:
+    """What one rank has between two steps, and what it met in the last of them.
+
+    tensors: weights and optimizer states by name. random: the states that it draws from next.
+    """
+
+    tensors: Placed
+    random: Mapping[str, Tensor]
+    loss: float | None = None
+    norm: float | None = None
+    samples: list[int] = field(default_factory=list[int])
+
+
+class StoppableRun(Protocol):
+    """A run on one rank, which can save, and go on from a save in another object of its kind."""
+
+    def take_step(self, step: int) -> RunMoment:
+        """Take a step with dropout, and return what is there after it."""
+        ...
+
+    def moment(self) -> RunMoment:
+        """Return what is there now."""
+        ...
+
+    def save(self, step: int) -> None:
+        """Save what is there after `step`."""
+        ...
+
+    def load(self) -> int | None:
+        """Load the newest save; return the step that it was made after, None if that is not
+        known.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what runs beside the steps."""
+        ...
+
+
+def resume_gaps(
+    fresh: Callable[[], StoppableRun], first: int, stopped: RunMoment, straight: Sequence[RunMoment]
+) -> list[ResumeGap]:
+    """Go on from the save after step `first`, a step, and from a save of that, another; return what
+    is not as in the run without a stop, what happens first at the front.
+
+    stopped: what was there at the save. straight: what was there after each further step.
+    """
+    before, gaps = stopped, list[ResumeGap]()
+    for number, expected in enumerate(straight, 1):
+        run = fresh()
+        loaded = run.load()
+        gaps += _kept_gaps(run.moment(), before, f"after stop {number}")
+        step = first + number
+        if loaded not in (None, step - 1):
+            gaps.append(ResumeGap("step after a resume", "the step", f"after stop {number}", None))
+        gaps += _step_gaps(run.take_step(step), expected, f"a step after stop {number}")
+        if number < len(straight):
+            run.save(step)
+        run.close()
+        # ranks go on together, also where one of them has found something
+        before = expected
+    return gaps
+
+
+def _step_gaps(came: RunMoment, expected: RunMoment, when: str) -> list[ResumeGap]:
+    """Return what differs after a step: what it was fed, what it left, its loss and its norm."""
+    gaps = _kept_gaps(came, expected, when)
+    if came.samples != expected.samples:
+        gaps.insert(0, ResumeGap("data after a resume", "samples", when, None))
+    if not gaps and (came.loss, came.norm) != (expected.loss, expected.norm):
+        gaps.append(ResumeGap("weights after a resume", "the loss or the norm", when, None))
+    return gaps
+
+
+def _kept_gaps(came: RunMoment, expected: RunMoment, when: str) -> list[ResumeGap]:
+    """Return what differs of what a run keeps: random states, optimizer states and weights."""
+    gaps: list[ResumeGap] = []
+    if any(not torch.equal(came.random[x], expected.random[x]) for x in expected.random):
+        gaps.append(ResumeGap("random state after a resume", "random states", when, None))
+    for name, apart in _apart(came.tensors, expected.tensors):
+        _, _, key = name.partition(STATE)
+        kind = "state after a resume" if key else "weights after a resume"
+        gaps.append(ResumeGap(kind, name, when, apart))
+    # wrong states make wrong weights a step later, so they are told first
+    gaps.sort(key=lambda gap: gap.kind == "weights after a resume")
+    return gaps
+
+
+def _apart(came: Placed, expected: Placed) -> Iterator[tuple[str, float | None]]:
+    """Yield the names whose bits differ, and by how much of the largest number; None: missing."""
+    for name, boxes in expected.items():
+        here = came.get(name, [])
+        if len(here) != len(boxes) or any(
+            a.shape != b.shape for (_, a), (_, b) in zip(here, boxes, strict=True)
+        ):
+            yield name, None
+            continue
+        wrong = [
+            (a, b) for (_, a), (_, b) in zip(here, boxes, strict=True) if not torch.equal(a, b)
+        ]
+        if wrong:
+            yield name, max(_gap(a, b) for a, b in wrong)
+
+
+def _gap(came: Tensor, expected: Tensor) -> float:
+    scale = max(float(expected.double().abs().max()), 1e-30)
+    return float((came.double() - expected.double()).abs().max()) / scale

@@ -1,0 +1,255 @@
+"""The steps that one rank of `tdp prove` takes, and what it notes of them.
+
+Three steps without dropout are compared with those of one process. Then the run goes on with
+dropout, and once more from a save, with a second stop and start, where each layout must come to its
+own bits again. At last the save of one process is loaded, and a step more compared.
+
+Everything that a checkpoint would hold is noted in global coordinates, so ZeRO's shards are
+compared like full tensors.
+"""
+
+import random
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchdistpackage.checkpoint.commit import folder_name
+from torchdistpackage.checkpoint.parts import TopologyRank, saved_tensors
+from torchdistpackage.comm.tpc import resolve_group, tpc
+from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.data.source import DataBatch, fingerprint
+from torchdistpackage.ddp.sharded import ShardedOptimizer
+from torchdistpackage.equivalence.narrow import noting_casts
+from torchdistpackage.equivalence.placed import Placed
+from torchdistpackage.equivalence.record import (
+    ParityRecord,
+    dropout_masks,
+    recording,
+    told_where,
+    without_dropout,
+)
+from torchdistpackage.equivalence.stopped import RunMoment, resume_gaps
+from torchdistpackage.layout.derive import blocks
+from torchdistpackage.plan.parity_plan import NUM_STEPS, world_size_of
+from torchdistpackage.plan.run_plan import make_plan
+from torchdistpackage.run_files import CHECKPOINTS
+from torchdistpackage.train.build import build
+from torchdistpackage.train.step import Trainer
+from torchdistpackage.train.step_stats import StepResult
+from torchdistpackage.train.train_state import TrainState, resume, save_state
+
+ONE_PROCESS = "one"
+"""Folder of the saves of one process, within that of all saves."""
+_KEEP = 9
+
+
+def record_run(
+    config: RunConfig,
+    axes: Mapping[str, int],
+    saves: str = "",
+    name: str = ONE_PROCESS,
+    alike: bool = False,
+    dropout: bool = False,
+) -> ParityRecord:
+    """Take the steps as a rank of the layout; runs on every rank.
+
+    saves: folder of the saves of all layouts; empty: nothing is saved, stopped and resumed.
+    name: of this layout's folder in it. alike: every micro-batch gets the samples of the first.
+    dropout: the compared steps draw.
+    """
+    rank = resolve_group(None, "global").rank()
+    plan = make_plan(config, world_size_of(axes))
+    record = ParityRecord(dict(plan.topology.dense.coord(rank)))
+
+    def fresh() -> Trainer:
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(0)
+        return build(plan, rank, torch.device("cpu"))
+
+    trainer = fresh()
+    _compared_steps(trainer, record, alike=alike, dropout=dropout)
+    if not saves:
+        trainer.close()
+        return record
+    folder = Path(saves) / name
+    run = _TrainerRun(trainer, folder)
+    run.save(NUM_STEPS)
+    stopped = run.moment()
+    straight = [
+        run.take_step(NUM_STEPS + 1, masks=record.masks),
+        run.take_step(NUM_STEPS + 2),
+    ]
+    run.close()
+    record.resume_gaps = resume_gaps(
+        lambda: _TrainerRun(fresh(), folder), NUM_STEPS, stopped, straight
+    )
+    _elsewhere(fresh(), folder, Path(saves) / ONE_PROCESS, record)
+    return record
+
+
+def _compared_steps(trainer: Trainer, record: ParityRecord, *, alike: bool, dropout: bool) -> None:
+    """Take the steps that are compared with those of one process."""
+    make_batch = trainer.batches.of_training
+    rows, number = trainer.plan.samples_per_microbatch, trainer.plan.schedule.num_microbatches
+
+    def fed(step: int, index: int) -> DataBatch:
+        batch = make_batch(step, 0 if alike else index)
+        if alike:
+            first = (None if x is None else torch.cat([x[:rows]] * number) for x in batch)
+            batch = DataBatch(*first)
+        if step == 1:
+            record.inputs += [x for x in batch if isinstance(x, Tensor)][: 1 if index == 0 else 0]
+        return batch
+
+    trainer.batches.of_training = fed
+    # what a stage as a whole takes and gives, one process has nowhere
+    named = ((name.partition(".")[2], part) for name, part in trainer.stage.named_modules())
+    parts = {name: part for name, part in named if name}
+    record.initial = _weights(trainer)
+    before_step = trainer.update.before_step
+    for step in range(1, NUM_STEPS + 1):
+        if step == 1:
+            # after the sum over ranks, and before the update makes means of them and clips
+            trainer.update.before_step = partial(_note_gradients, trainer, record)
+        with (
+            told_where(parts),
+            nullcontext() if dropout else without_dropout(trainer.stage),
+            recording(parts, record, lambda n=step: n == 1),
+            noting_casts(parts, record.casts) if step == 2 else nullcontext(),
+        ):
+            result = trainer.train_step(step).wait()
+        trainer.update.before_step = before_step
+        record.losses.append(result.loss)
+        record.norms.append(result.grad_norm)
+        if step == 1:
+            _take_mean(record, result.tokens)
+            record.updated, record.placed_update = _weights(trainer), _placed(trainer)
+    record.weights, record.placed = _weights(trainer), _placed(trainer)
+    record.buffers = {
+        name.partition(".")[2]: x.detach().clone() for name, x in trainer.stage.named_buffers()
+    }
+    trainer.batches.of_training = make_batch
+
+
+def _take_mean(record: ParityRecord, tokens: int) -> None:
+    """Divide the gradients of the sum of all losses by the number of tokens."""
+    for name, grad in record.grads.items():
+        record.grads[name] = grad / tokens
+    for name, boxes in record.placed_grads.items():
+        record.placed_grads[name] = [(box, grad / tokens) for box, grad in boxes]
+
+
+def _note_gradients(trainer: Trainer, record: ParityRecord) -> None:
+    """Note the gradients of the sum of all losses, of full parameters or of ZeRO's shards."""
+    if isinstance(trainer.optimizer, ShardedOptimizer):
+        here = TopologyRank(tpc.topology, trainer.rank)
+        layouts = {p: trainer.layouts[n] for n, p in trainer.stage.named_parameters()}
+        for shard in trainer.optimizer.shards:
+            if (grad := shard.tensor.grad) is not None:
+                layout = layouts[shard.parameter]
+                boxes = record.placed_grads.setdefault(layout.name, [])
+                parts = here.sliced(layout, shard, grad).parts
+                boxes += [(box, x.detach().clone()) for box, x in parts]
+        return
+    named = trainer.stage.named_parameters()
+    record.grads = _parts(trainer, {n: p.grad for n, p in named if p.grad is not None})
+
+
+class _TrainerRun:
+    """A trainer with the folder of its saves, as `StoppableRun`."""
+
+    def __init__(self, trainer: Trainer, folder: Path):
+        self._trainer, self._folder = trainer, folder
+
+    def moment(self) -> RunMoment:
+        return RunMoment(_placed(self._trainer), {"cpu": torch.get_rng_state()})
+
+    def save(self, step: int) -> None:
+        save_state(self._trainer, TrainState(step=step), self._folder, _KEEP)
+
+    def load(self) -> int:
+        return resume(self._trainer, self._folder, "auto").step
+
+    def close(self) -> None:
+        self._trainer.close()
+
+    def take_step(self, step: int, masks: dict[str, Tensor] | None = None) -> RunMoment:
+        """Take a step; masks: gets what dropout modules keep."""
+        batches, samples = self._trainer.batches, list[int]()
+        make_batch, results = batches.of_training, list[StepResult]()
+
+        def fed(step: int, index: int) -> DataBatch:
+            batch = make_batch(step, index)
+            samples.extend(fingerprint(x) for x in batch if isinstance(x, Tensor))
+            return batch
+
+        def call() -> None:
+            results.append(self._trainer.train_step(step).wait())
+
+        batches.of_training = fed
+        if masks is not None:
+            kept = dropout_masks(self._trainer.stage, call)
+            masks |= {name.partition(".")[2]: mask for name, mask in kept.items()}
+        if not results:
+            call()
+        batches.of_training = make_batch
+        moment = self.moment()
+        moment.loss, moment.norm = results[0].loss, results[0].grad_norm
+        moment.samples = samples
+        return moment
+
+
+def _elsewhere(trainer: Trainer, folder: Path, one: Path, record: ParityRecord) -> None:
+    """Load the save of one process, and take a step without dropout."""
+    saved = one / CHECKPOINTS / folder_name(NUM_STEPS)
+    resume(trainer, folder, str(saved))
+    record.placed_loaded = _placed(trainer)
+    with without_dropout(trainer.stage):
+        trainer.train_step(NUM_STEPS + 1).wait()
+    record.placed_after = _placed(trainer)
+    trainer.close()
+
+
+def _placed(trainer: Trainer) -> Placed:
+    """Return copies of what a checkpoint holds of this rank, in global coordinates."""
+    if isinstance(trainer.optimizer, ShardedOptimizer):
+        trainer.optimizer.finish()
+    here = TopologyRank(tpc.topology, trainer.rank)
+    tensors: Placed = {}
+    for saved in saved_tensors(trainer.saved(), here, trainer.optimizer):
+        boxes = tensors.setdefault(saved.name, [])
+        boxes += [(box, x.detach().clone()) for box, x in saved.parts]
+    return tensors
+
+
+def _weights(trainer: Trainer) -> dict[str, Tensor]:
+    """Return weights by global name. ZeRO stage 3 has none, as there a rank holds slices without a
+    shape.
+    """
+    if isinstance(trainer.optimizer, ShardedOptimizer):
+        trainer.optimizer.finish()
+    if trainer.plan.zero == 3:
+        return {}
+    return _parts(trainer, dict(trainer.stage.named_parameters()))
+
+
+def _parts(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return by global name this rank's slices of full tensors, without padding. A bias that only
+    the first rank adds is zero on the others.
+    """
+    parts: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        layout, part = trainer.layouts[name], tensor.detach()
+        if layout.ranges:
+            mesh = trainer.plan.topology.view(layout.view)
+            blocks_here = [part[local] for _, local in blocks(layout, mesh, trainer.rank)]
+            if not any(x.numel() for x in blocks_here):
+                continue
+            part = blocks_here[0] if len(blocks_here) == 1 else part
+        parts[layout.name] = part.clone()
+    return parts
