@@ -121,7 +121,7 @@ def submit(
         raise typer.BadParameter(
             "limits the runs of a --sweep; add --sweep or remove it", param_hint="--max-parallel"
         )
-    name, runs = _checked(config, overrides or [], sweep or [], proved=proved)
+    name, runs = _checked(config, overrides or [], sweep or [], proved)
     if not dry_run:
         ensure_sbatch(os.environ)
     prepared = prepare(
@@ -153,7 +153,7 @@ def submit(
 
 
 def _checked(
-    path: str, overrides: Sequence[str], sweeps: Sequence[str], *, proved: bool = False
+    path: str, overrides: Sequence[str], sweeps: Sequence[str], proved: bool
 ) -> tuple[str, list[RunConfig]]:
     """Return the name of the run or sweep, and its runs, each checked for every size of its job.
 
