@@ -107,6 +107,9 @@ def test_the_command_writes_a_file_that_other_runs_are_refused(tdp, ranks, tmp_p
     )
     said = problem("data.seq_len=16", "data.eos=off")
     assert tells(said, "data.seq_len", "24 there", "16 here", "data.bos", "data.eos")
+    said = problem("precision.dtype=float32", "data.template_date=2026-01-02")
+    assert tells(said, "precision.dtype", "float64 there", "float32 here")
+    assert tells(said, "data.template_date", "none there", "2026-01-02 here")
     packed = "model.lora={r: 3, target: [q_proj], load_in_4bit: true}"
     assert tells(problem(packed), "model.lora.load_in_4bit", "nf4")
     with (tmp_path / "model" / "config.json").open("a") as file:

@@ -32,6 +32,8 @@ def identity(config: RunConfig) -> dict[str, str]:
         reference = data_fingerprint([str(folder)])
     lora = model.lora
     packed = lora.bnb_4bit_quant_type if lora.load_in_4bit else ""
+    # a chat template may write a date, which a start fills in
+    dated = {} if data.template_date is None else {"data.template_date": str(data.template_date)}
     return {
         "data.path": data_fingerprint([data.path or ""]),
         "data.val_path": data_fingerprint([data.val_path]) if data.val_path else "",
@@ -40,6 +42,8 @@ def identity(config: RunConfig) -> dict[str, str]:
         "data.bos, data.eos": f"{data.bos}, {data.eos}",
         "the reference model": reference,
         "model.lora.load_in_4bit": packed,
+        "precision.dtype": config.precision.dtype,
+        **dated,
     }
 
 
