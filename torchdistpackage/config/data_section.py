@@ -41,6 +41,8 @@ class DataSpec:
     keys: keys of the data section that have an effect with such data alone, besides data.field.
     task: "module:function" of the `TaskLoss` of a run on such data, called with its `StagedModel`
         before training; "" for data whose tokens are predicted.
+    row_names: the name of each sequence of a sample, "" for one that needs none; hard negatives
+        follow.
     document, needs: its row of docs/data.md.
     """
 
@@ -54,12 +56,14 @@ class DataSpec:
     in_blend: bool = False
     keys: tuple[str, ...] = ()
     task: str = ""
+    row_names: tuple[str, ...] = ("",)
     document: str = ""
     needs: str = ""
 
 
 _CORPUS = "torchdistpackage.data.corpus"
 _READERS = "torchdistpackage.data.tokens.documents"
+_ANSWERS = ("chosen", "rejected")
 
 DATA: Mapping[str, DataSpec] = {
     spec.name: spec
@@ -124,6 +128,7 @@ DATA: Mapping[str, DataSpec] = {
             reader=f"{_READERS}:JsonLines",
             suffix=".jsonl",
             task="torchdistpackage.train.build:preference_task",
+            row_names=_ANSWERS,
             document="a line of prompt, chosen and rejected answer: see "
             "[preference pairs](preference.md)",
         ),
@@ -133,6 +138,7 @@ DATA: Mapping[str, DataSpec] = {
             reader=f"{_READERS}:JsonLines",
             suffix=".jsonl",
             task="torchdistpackage.train.build:unpaired_task",
+            row_names=("", "mismatched"),
             document="a line of prompt, completion and label: see "
             "[answers that were called good or bad](preference.md#kto)",
         ),
@@ -143,6 +149,7 @@ DATA: Mapping[str, DataSpec] = {
             suffix=".jsonl",
             keys=("num_negatives",),
             task="torchdistpackage.train.build:embedding_task",
+            row_names=("anchor", "positive"),
             document="a line of anchor, positive and negatives: see [embeddings](embedding.md)",
             needs="`model.hf`",
         ),
@@ -155,6 +162,7 @@ DATA: Mapping[str, DataSpec] = {
                 suffix=".jsonl",
                 keys=task.keys,
                 task="torchdistpackage.train.build:head_task",
+                row_names=_ANSWERS if task.is_pairs else ("",),
                 document=f"a line with {'two answers' if task.is_pairs else 'a text and a label'}: "
                 "see [heads](heads.md)",
                 needs="`model.hf`",
@@ -427,26 +435,18 @@ class DataSection(NamedSection):
     @property
     def is_pairs(self) -> bool:
         """Return whether a sample is a chosen and a rejected answer."""
-        return self.name == PREFERENCE or (self.head is not None and self.head.is_pairs)
+        return self.spec is not None and self.spec.row_names == _ANSWERS
 
     @property
     def rows_per_sample(self) -> int:
-        """Return the number of sequences in a sample: 2 for a pair of answers, or for a labelled
-        answer with its mismatched one, 2 and the negatives for texts to compare, else 1.
-        """
-        if self.is_embedding:
-            return 2 + self.num_negatives
-        return 2 if self.is_preference or self.is_pairs else 1
+        """Return the number of sequences in a sample, 1 of texts."""
+        return len(self.row_names)
 
     @property
     def row_names(self) -> tuple[str, ...]:
         """Return the name of each sequence of a sample; "" for one that needs none."""
-        if self.is_embedding:
-            negatives = (f"negative {i + 1}" for i in range(self.num_negatives))
-            return ("anchor", "positive", *negatives)
-        if self.is_unpaired:
-            return ("", "mismatched")
-        return ("chosen", "rejected") if self.is_pairs else ("",)
+        names = ("",) if self.spec is None else self.spec.row_names
+        return (*names, *(f"negative {i + 1}" for i in range(self.num_negatives)))
 
     @property
     def blend(self) -> tuple[WeightedSource, ...]:

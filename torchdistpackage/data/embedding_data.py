@@ -51,26 +51,6 @@ class EmbeddingDataset(PreferenceDataset):
     `PreferenceDataset`. R: `rows_per_sample`, 2 and the number of hard negatives.
     """
 
-    def __init__(
-        self,
-        text: TokenizedText,
-        *,
-        vocab: int,
-        seq_len: int,
-        global_batch: int,
-        val_fraction: float,
-        masks_padding: bool = False,
-    ):
-        self.rows_per_sample = text.documents_per_line
-        super().__init__(
-            text,
-            vocab=vocab,
-            seq_len=seq_len,
-            global_batch=global_batch,
-            val_fraction=val_fraction,
-            masks_padding=masks_padding,
-        )
-
     def _split(self, val_fraction: float) -> DocumentSplit:
         return split_groups(self.text, val_fraction)
 

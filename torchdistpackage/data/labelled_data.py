@@ -22,8 +22,6 @@ class LabelledDataset(PreferenceDataset):
     fills it, and the last token of a text is the one.
     """
 
-    rows_per_sample = 1
-
     def __init__(
         self,
         text: TokenizedText,
@@ -71,8 +69,6 @@ class LabelledDataset(PreferenceDataset):
 
 class RewardDataset(LabelledDataset):
     """Rows of pairs, row 2 i chosen and row 2 i + 1 rejected, both with the margin of the pair."""
-
-    rows_per_sample = 2
 
     def _split(self, val_fraction: float) -> DocumentSplit:
         return PreferenceDataset._split(self, val_fraction)

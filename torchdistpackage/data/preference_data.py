@@ -37,8 +37,6 @@ class PreferenceDataset:
             one side has no pair; all problems at once.
     """
 
-    rows_per_sample = 2
-
     def __init__(
         self,
         text: TokenizedText,
@@ -50,6 +48,7 @@ class PreferenceDataset:
         masks_padding: bool = False,
     ):
         self.text, self._masks_padding = text, masks_padding
+        self.rows_per_sample = self._rows_per_sample()
         self.seq_len = seq_len
         self._num_rows = self.rows_per_sample * global_batch
         split = self._split(val_fraction)
@@ -132,6 +131,10 @@ class PreferenceDataset:
         num_before = (step - 1 if split == "train" else step) * self._num_rows
         begin = num_before + first + data_index * per_rank
         return range(begin, begin + per_rank)
+
+    def _rows_per_sample(self) -> int:
+        """Return the number of rows of a sample: its documents, two of a pair."""
+        return self.text.documents_per_line
 
     def _split(self, val_fraction: float) -> DocumentSplit:
         """Return the numbers of the pairs of each side."""

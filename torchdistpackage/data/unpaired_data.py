@@ -47,6 +47,9 @@ class UnpairedDataset(PreferenceDataset):
         DataError: as there.
     """
 
+    def _rows_per_sample(self) -> int:
+        return 2
+
     def _split(self, val_fraction: float) -> DocumentSplit:
         return split_answers(self.text, val_fraction)
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.autograd import AllGather, Reduce, apply
+from torchdistpackage.comm.autograd import AllGather, apply
 from torchdistpackage.comm.primitives import MAX, Group
 from torchdistpackage.config.embedding_section import EmbeddingSection
 from torchdistpackage.data.embedding_data import RowTokens
@@ -32,7 +32,7 @@ from torchdistpackage.parallel.pipeline.losses import totals_on
 from torchdistpackage.tools.undisturbed import in_eval
 from torchdistpackage.train.retrieval_metrics import retrieval_metrics
 from torchdistpackage.train.staged_model import Microbatches, MicrobatchLoss, StagedModel
-from torchdistpackage.train.task import Run, TaskLoss
+from torchdistpackage.train.task import Run, TaskLoss, summed_over, told_once
 
 _Arrays = tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]
 
@@ -164,11 +164,9 @@ class EmbeddingLoss(TaskLoss):
         hidden = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         weights = by_pooling[self._options.pooling].to(hidden)
         sums = torch.einsum("ns,nsd->nd", weights, hidden)
-        number, texts = weights.sum(1, keepdim=True), rows.texts
-        if self._context.size() > 1:
-            both = apply(Reduce(self._context), torch.cat([sums, number], 1))
-            sums, number = both[:, :-1], both[:, -1:].detach()
-            texts = primitives.all_reduce(texts.clone(), self._context, MAX)
+        both = summed_over(self._context, torch.cat([sums, weights.sum(1, keepdim=True)], 1))
+        sums, number = both[:, :-1], both[:, -1:].detach()
+        texts = primitives.all_reduce(rows.texts.clone(), self._context, MAX)
         return Embedded(sums / number.clamp(min=1), texts)
 
     def _ranking_loss(self, model: StagedModel, own: Embedded) -> tuple[Tensor, Tensor]:
@@ -198,16 +196,13 @@ class EmbeddingLoss(TaskLoss):
             loss = loss + weight * losses
             if number == 0:
                 correct = ((scores.argmax(1) == positives) & counts).sum()
-        if self._context.rank() > 0:
-            # the first of those that share the sequences reports their loss
-            return loss - loss.detach(), torch.zeros_like(counts.sum())
-        if model.tells_loss:
+        if model.tells_loss and self._context.rank() == 0:
             self.add([correct])
             if self._kept is not None and not model.stage.training:
                 # float64, since numpy has no bf16 and cosines of near texts differ little
                 arrays = own.vectors.detach().double().cpu().numpy(), own.texts.cpu().numpy()
                 self._kept.append(arrays)
-        return loss, counts.sum()
+        return told_once(self._context, loss, counts.sum())
 
 
 def _joined(embedded: Mapping[int, Embedded], number: int) -> Embedded:

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchdistpackage.comm import primitives
-from torchdistpackage.comm.autograd import Reduce, apply
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.config.head_tasks import ModelHead
 from torchdistpackage.data.source import IGNORE
@@ -26,7 +25,7 @@ from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.train import head_metrics
 from torchdistpackage.train.head_metrics import Array
 from torchdistpackage.train.staged_model import MicrobatchLoss, StagedModel
-from torchdistpackage.train.task import Run, TaskLoss
+from torchdistpackage.train.task import Run, TaskLoss, summed_over, told_once
 
 
 class HeadLoss(TaskLoss):
@@ -224,20 +223,16 @@ class RewardLoss(HeadLoss):
         rewards = torch.where(there, outputs.squeeze(-1), 0.0).sum(1)
         margins = torch.where(there, targets, 0).sum(1).view(torch.float64).to(rewards)
         numbers = torch.stack([rewards, margins, there.sum(1).to(rewards)])
-        if self._context.size() > 1:
-            numbers = apply(Reduce(self._context), numbers)
-        (rewards, margins, number), count = numbers.unbind(), 0
+        rewards, margins, number = summed_over(self._context, numbers).unbind()
         counts = number[::2] > 0
         chosen, rejected = rewards[::2], rewards[1::2]
         losses = -F.logsigmoid(chosen - rejected - margins[::2])
         losses = losses + self._center * (chosen + rejected).square()
         total, count = torch.where(counts, losses, 0.0).sum(), counts.sum()
-        if self._context.rank() > 0:
-            return total - total.detach(), torch.zeros_like(count)
-        if tells:
+        if tells and self._context.rank() == 0:
             values = (chosen > rejected, chosen - rejected, chosen + rejected)
             self.add([count, *((x * counts).sum() for x in values)])
-        return total, count
+        return told_once(self._context, total, count)
 
     def means(self, sums: Sequence[float], count: float) -> Mapping[str, float]:
         """See `TaskLoss`; the names are those of trl's RewardTrainer."""

@@ -16,7 +16,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from torchdistpackage.comm.autograd import Reduce, apply
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.config.schema import DpoSection
 from torchdistpackage.data.source import IGNORE, Split
@@ -30,7 +29,7 @@ from torchdistpackage.train.staged_model import (
     MicrobatchLoss,
     StagedModel,
 )
-from torchdistpackage.train.task import Run, TaskLoss
+from torchdistpackage.train.task import Run, TaskLoss, summed_over, told_once
 
 ReferenceOfRound = Callable[[Split, int, int], Mapping[int, Tensor]]
 """Returns by microbatch the reference's log-probabilities (N,) of the rows of a round, which is
@@ -131,17 +130,14 @@ class PreferenceLoss(TaskLoss):
         scores, counts = ratios / per_row, num_tokens[::2] > 0
         pairs = PairScores(scores[::2], scores[1::2])
         loss = (self._loss_of_pairs(pairs, self._options) * counts).sum()
-        if self._context.rank() > 0:
-            # the first of those that share the sequences reports their loss
-            return loss - loss.detach(), torch.zeros_like(counts.sum())
-        if model.tells_loss:
+        if model.tells_loss and self._context.rank() == 0:
             # as trl does: sums beside a reference, else what the loss takes
             logged = (ratios, log_probs) if spec.has_reference else (scores, log_probs / per_row)
             rewards, logps = self._options.beta * logged[0], logged[1]
             chosen, rejected = rewards[::2], rewards[1::2]
             rows = (chosen, rejected, chosen > rejected, logps[::2], logps[1::2])
             self.add([(x * counts).sum() for x in rows])
-        return loss, counts.sum()
+        return told_once(self._context, loss, counts.sum())
 
     def _log_probs(self, loss: LossFn, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's log-probability (N,), summed over its tokens that count, and their
@@ -167,9 +163,7 @@ def row_log_probs(
     """
     sums = sum_log_probs(loss, outputs, targets, rows_dim)
     num_tokens = (targets != IGNORE).sum(1).to(sums)
-    if context.size() > 1:
-        both = torch.stack([sums, num_tokens])
-        sums, num_tokens = apply(Reduce(context), both).unbind()
+    sums, num_tokens = summed_over(context, torch.stack([sums, num_tokens])).unbind()
     return sums, num_tokens
 
 

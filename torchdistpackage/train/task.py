@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from torchdistpackage.comm.autograd import Reduce, apply
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.data.source import Split
 from torchdistpackage.parallel.pipeline.executor import Executor
@@ -21,6 +22,20 @@ from torchdistpackage.train.staged_model import Microbatches, MicrobatchLoss, St
 
 Run = Callable[..., None]
 """A function like `Executor.run`, with its surroundings."""
+
+
+def summed_over(context: Group, x: Tensor) -> Tensor:
+    """Return the sum of `x` over the ranks that share sequences; its gradient is that of each."""
+    return apply(Reduce(context), x) if context.size() > 1 else x
+
+
+def told_once(context: Group, loss: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss and count of samples where all ranks that share their sequences have the
+    whole loss: on the first of them as they are, on the others zeros with the gradient of the loss.
+    """
+    if context.rank() == 0:
+        return loss, count
+    return loss - loss.detach(), torch.zeros_like(count)
 
 
 class TaskLoss:

@@ -24,7 +24,7 @@ from torchdistpackage.tools.undisturbed import in_eval
 from torchdistpackage.train.preference import PreferenceLoss
 from torchdistpackage.train.preference_losses import kto
 from torchdistpackage.train.staged_model import Microbatches, MicrobatchLoss, StagedModel
-from torchdistpackage.train.task import Run
+from torchdistpackage.train.task import Run, told_once
 
 
 @dataclass
@@ -131,12 +131,9 @@ class UnpairedLoss(PreferenceLoss):
         ratios = log_probs - known.reference[m]
         kl = known.kl.to(ratios)
         loss = (kto(ratios, is_desirable, kl, self._options) * counts).sum()
-        if self._context.rank() > 0:
-            # the first of those that share the sequences reports their loss
-            return loss - loss.detach(), torch.zeros_like(counts.sum())
-        if model.tells_loss:
+        if model.tells_loss and self._context.rank() == 0:
             chosen, rejected = is_desirable & counts, ~is_desirable & counts
             rewards = self._options.beta * ratios
             masked = [(x * side).sum() for x in (rewards, log_probs) for side in (chosen, rejected)]
             self.add([*masked, chosen.sum(), kl * counts.sum()])
-        return loss, counts.sum()
+        return told_once(self._context, loss, counts.sum())
