@@ -163,3 +163,12 @@ def test_a_dimension_beyond_the_model_is_refused(embeddings):
     overrides, _ = embeddings("matryoshka")
     with pytest.raises(ConfigError, match=r"matryoshka_dims.*32 is more than the 16"):
         make_plan(parity.config([*overrides, "train.embedding={matryoshka_dims: [32]}"]), 1)
+
+
+def test_a_group_of_the_frozen_output_layer_is_refused(embeddings):
+    """Tied, its weight is that of the embedding, which trains."""
+    groups = "optim.groups=[{params: ['lm_head*'], lr: 0.1}]"
+    with pytest.raises(ConfigError, match=r"optim\.groups\[0\].*lm_head"):
+        make_plan(parity.config([*embeddings("mean")[0], groups]), 1)
+    table = "optim.groups=[{params: ['model.embed_tokens*'], lr: 0.1}]"
+    make_plan(parity.config([*embeddings("tied")[0], table]), 1)

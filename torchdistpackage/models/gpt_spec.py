@@ -49,6 +49,10 @@ class GPTSpec:
     def piece_costs(self) -> tuple[float, ...]:
         return gpt_numbers.piece_costs(self.shape)
 
+    @property
+    def output_layer(self) -> str:
+        return gpt_layout.HEAD
+
     def piece_parameters(self) -> tuple[int, ...]:
         return gpt_layout.piece_parameters(self.shape)
 

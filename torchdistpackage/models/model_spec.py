@@ -130,6 +130,13 @@ class ModelSpec(Protocol):
         """
         ...
 
+    @property
+    def output_layer(self) -> str:
+        """Return the global name of the layer whose outputs are logits; its weight may be that of
+        the embedding.
+        """
+        ...
+
     def piece_parameters(self) -> tuple[int, ...]:
         """Return the number of parameters of each piece."""
         ...

@@ -53,6 +53,10 @@ class TransformersSpec:
     def piece_costs(self) -> tuple[float, ...]:
         return transformers_numbers.piece_costs(self.shape)
 
+    @property
+    def output_layer(self) -> str:
+        return self.shape.kind.output
+
     def piece_parameters(self) -> tuple[int, ...]:
         return transformers_layout.piece_parameters(self.shape)
 

@@ -266,7 +266,10 @@ def make_plan(
     if config.train.distill.runs_teacher:
         teacher = _teacher_plan(config, model, world_size, source, ranks_per_node)
     plan = replace(plan, layouts=model.layouts(plan.stage_of), teacher=teacher)
-    names = [x.name for x in plan.layouts.values() if plan.is_trained(x.name)]
+    # embeddings leave out the output layer, whose own weights are frozen
+    frozen = (f"{model.output_layer}.",) if config.data.is_embedding else ()
+    names = [name for name in plan.layouts if plan.is_trained(name)]
+    names = [name for name in names if not name.startswith(frozen)]
     if unmatched := config.optim.unmatched_groups(names):
         raise ConfigErrors(source, [config.problem(*x) for x in unmatched.items()])
     _refuse_compiled_halves(plan, source)
