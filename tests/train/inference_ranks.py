@@ -2,13 +2,14 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import chdir
+from contextlib import chdir, nullcontext
 from itertools import islice
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from tests.train.transformers_ranks import everywhere_float64
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.train.build import build_model
@@ -25,21 +26,22 @@ CPU = torch.device("cpu")
 
 
 def answer(
-    folder: str, config: RunConfig, weights: TrainedWeights, request: Request
+    folder: str, wide: bool, config: RunConfig, weights: TrainedWeights, request: Request
 ) -> tuple[Answer, str]:
-    """What a rank answers, and what it writes. folder: where it is called, as paths may say."""
+    """What a rank answers, and what it writes. folder: where it is called, as paths may say. wide:
+    transformers' modules compute in float64 throughout."""
     written: list[str] = []
-    with chdir(folder):
+    with chdir(folder), everywhere_float64() if wide else nullcontext():
         plan = make_plan(config, dist.get_world_size())
         found = perform(plan, dist.get_rank(), CPU, weights, request, written.append)
     return found, "".join(written)
 
 
-def run_in(ranks) -> Callable[..., list[Answer]]:
-    """`run_local` with the ranks of the pool; rank 0 writes here."""
+def run_in(ranks, wide: bool = False) -> Callable[..., list[Answer]]:
+    """`run_local` with the ranks of the pool; rank 0 writes here. wide: see `answer`."""
 
     def run_local(_: str, args: Sequence[object], *, num_procs: int, preload: object):
-        found = ranks(num_procs).run(answer, str(Path.cwd()), *args)
+        found = ranks(num_procs).run(answer, str(Path.cwd()), wide, *args)
         assert all(not text for _, text in found[1:])
         sys.stdout.write(found[0][1])
         return [told for told, _ in found]

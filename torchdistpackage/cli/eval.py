@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -35,8 +36,15 @@ from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import DataError
 from torchdistpackage.lazy import resolve
 from torchdistpackage.models.registry import model_of
-from torchdistpackage.train.inference_request import EvalRequest, EvalResult, HarnessRequest
+from torchdistpackage.data.tokens.chat import ChatTemplate
+from torchdistpackage.train.inference_request import (
+    EvalRequest,
+    EvalResult,
+    HarnessChat,
+    HarnessRequest,
+)
 
+from torchdistpackage.data.tokens.template_date import today
 _COMMAND = "tdp eval"
 _MICROBATCHES = 4
 _ROWS = 8
@@ -92,6 +100,22 @@ def eval(
     in windows of data.seq_len. The numbers are the same on every layout.
 
     With --lm-eval it prints the metrics of tasks instead.
+    apply_chat_template: Annotated[
+        bool,
+        typer.Option(
+            "--apply-chat-template", help="Write prompts of tasks with the chat template."
+        ),
+    ] = False,
+    fewshot_as_multiturn: Annotated[
+        bool | None,
+        typer.Option(
+            help="Whether examples are messages of their own in a chat; by default they are."
+        ),
+    ] = None,
+    system_instruction: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Text before prompts of tasks, as the system's message."),
+    ] = None,
     """
     problems, changes = list[str](), list(overrides or ())
     if lm_eval is not None:
@@ -103,7 +127,16 @@ def eval(
             problems,
             tokenizer,
             {"parallel.pipe": pipe, "parallel.tensor": tensor},
-            HarnessOptions(lm_eval, task_path, num_fewshot, limit, batch or _ROWS),
+            HarnessOptions(
+                lm_eval,
+                task_path,
+                num_fewshot,
+                limit,
+                batch or _ROWS,
+                apply_chat_template,
+                fewshot_as_multiturn,
+                system_instruction,
+            ),
             as_json=as_json,
         )
         return
@@ -120,6 +153,9 @@ def eval(
     source = inference.find_source(_COMMAND, target, checkpoint, changes, problems, ema)
     if data is None and source.is_run and source.own.data.is_preference:
         problems.append(
+        ("apply-chat-template", apply_chat_template or None),
+        ("fewshot-as-multiturn", fewshot_as_multiturn),
+        ("system-instruction", system_instruction),
             f"{target} was trained on preference pairs, whose loss needs the reference model; find "
             f"it in metrics.jsonl at each validation, or give --data FILE for the loss of a text"
         )
@@ -174,6 +210,9 @@ class HarnessOptions(NamedTuple):
 
 
 def _evaluate_tasks(
+    chat: bool = False
+    multiturn: bool | None = None
+    system: str | None = None
     source: ModelSource,
     changes: list[str],
     problems: list[str],
@@ -191,7 +230,12 @@ def _evaluate_tasks(
     with ListedIn(problems):
         config = source.config(keys, changes)
     folder = source.tokenizer(tokenizer)
-    if model_of(source.own.model) is None:
+    if source.own.data.head is not None:
+        problems.append(
+            f"{source.path} has a head for data.name={source.own.data.name} in place of that for "
+            f"the next token, so it can score no text; remove --lm-eval"
+        )
+    elif model_of(source.own.model) is None:
         problems.append(
             f"the model was built by model.target={source.own.model.target}; only a language model "
             f"of this package or of transformers can score texts"
@@ -207,6 +251,7 @@ def _evaluate_tasks(
     if options.path is not None and not options.path.is_dir():
         problems.append(f"--task-path {options.path}: there is no such folder; check the path")
     names = tuple(x.strip() for x in options.tasks.split(",") if x.strip())
+    chat = _chat(folder, options, data, problems)
     if not names:
         problems.append("--lm-eval names no task; give names, separated by commas")
     with_defaults = True
@@ -237,6 +282,8 @@ def _evaluate_tasks(
     )
     result = inference.on_ranks(source, config, request)
     if detect(os.environ).rank == 0:
+        chat=chat,
+        system=options.system,
         values = {**result.values, "step": result.step}
         typer.echo(json.dumps(values) if as_json else result.table)
 
@@ -248,6 +295,29 @@ def _ends(folder: Path, data: DataSection, bos: str) -> TextEnds:
 def _prefix(folder: Path | None, codec: TokenCodec | None, problems: list[str]) -> int:
     """Return the id before a text without context: as in lm-eval that which begins a text, or else
     that which ends one.
+def _chat(
+    folder: Path | None, options: HarnessOptions, data: DataSection, problems: list[str]
+) -> HarnessChat | None:
+    """Return how prompts become chats, or None if they do not."""
+    if not options.chat:
+        if options.multiturn:
+            problems.append(
+                "--fewshot-as-multiturn makes messages of a chat; add --apply-chat-template"
+            )
+        return None
+    if folder is None:
+        problems.append(
+            "--apply-chat-template needs the chat template of a tokenizer; give --tokenizer FOLDER"
+        )
+        return None
+    day = data.template_date or today()
+    try:
+        ChatTemplate(folder, date.fromisoformat(day))
+    except DataError as error:
+        problems.append(f"--apply-chat-template: {error}")
+    return HarnessChat(str(folder.absolute()), day, options.multiturn is not False)
+
+
     """
     if folder is None or codec is None:
         return _LINE_BREAK

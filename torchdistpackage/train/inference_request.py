@@ -97,7 +97,8 @@ class HarnessRequest:
     num_fewshot, limit: examples in a prompt, and of a task; None: as the task says. batch: rows of
     one forward. window: tokens that the model sees at once. tokenizer: a folder with
     tokenizer.json; None: tokens are bytes. bos: ids before each text. prefix: the id that stands
-    before a text without context. stops: ids that end a text.
+    before a text without context. stops: ids that end a text. chat: how prompts become chats; None:
+    they do not. system: text before all others, the system's message of a chat.
     """
 
     tasks: tuple[str, ...]
@@ -111,6 +112,19 @@ class HarnessRequest:
     bos: tuple[int, ...]
     prefix: int
     stops: tuple[int, ...]
+    chat: "HarnessChat | None" = None
+    system: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HarnessChat:
+    """The prompts of lm-eval as chats. template: a folder with a chat template. date: which it
+    writes as today's. multiturn: examples are messages of their own, else of one message.
+    """
+
+    template: str
+    date: str
+    multiturn: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ import os
 import sys
 from collections.abc import Iterable
 from contextlib import redirect_stdout
+from datetime import date
+from pathlib import Path
 from typing import Any
 
 from lm_eval import simple_evaluate
@@ -26,9 +28,12 @@ from lm_eval.utils import (
     make_table,
 )
 
+from torchdistpackage.data.tokens.chat import ChatTemplate
+from torchdistpackage.data.tokens.chat_turns import Message
 from torchdistpackage.errors import DataError
 from torchdistpackage.train.harness_calls import HarnessRanks, TextCall
 from torchdistpackage.train.inference_request import Sampling
+from torchdistpackage.train.log import print_line
 from torchdistpackage.train.row_scores import ScoredRow
 
 _MAX_NEW_TOKENS = 256
@@ -45,6 +50,9 @@ class HarnessModel(TemplateLM):
         super().__init__()
         self._ranks = ranks
         self._request = ranks.request
+        chat = self._request.chat
+        self._template = chat and ChatTemplate(Path(chat.template), date.fromisoformat(chat.date))
+        self._leaves_out_system = False
 
     @property
     def eot_token_id(self) -> int:
@@ -57,6 +65,26 @@ class HarnessModel(TemplateLM):
     @property
     def tokenizer_name(self) -> str:
         return self._request.tokenizer or "bytes"
+
+    def apply_chat_template(
+        self, chat_history: list[Message], add_generation_prompt: bool = True
+    ) -> str:
+        """Return the text of a chat; as `HFLM` does, without the system's message where the
+        template takes none.
+        """
+        assert self._template is not None
+        continues = not add_generation_prompt
+        try:
+            return self._template.before_reply(chat_history, "a prompt", continues_last=continues)
+        except DataError:
+            kept = [message for message in chat_history if message["role"] != "system"]
+            if len(kept) == len(chat_history):
+                raise
+            text = self._template.before_reply(kept, "a prompt", continues_last=continues)
+        if not self._leaves_out_system:
+            print_line("note: the chat template takes no message of the system; it is left out")
+        self._leaves_out_system = True
+        return text
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
@@ -159,6 +187,9 @@ def evaluate_tasks(ranks: HarnessRanks) -> tuple[dict[str, Any], str]:
             task_manager=manager,
             log_samples=False,
             bootstrap_iters=_DRAWS,
+            system_instruction=request.system,
+            apply_chat_template=request.chat is not None,
+            fewshot_as_multiturn=request.chat is not None and request.chat.multiturn,
         )
     values = json.loads(json.dumps(results, default=handle_non_serializable))
     tables = [make_table(results)]

@@ -134,8 +134,30 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses it.
         """
-        messages: list[Message] = [{"role": "user", "content": text}]
-        return self._writer(_variables({}, where), where)(messages, add_generation_prompt=True)
+        return self.before_reply([{"role": "user", "content": text}], where)
+
+    def before_reply(
+        self, messages: list[Message], where: str, *, continues_last: bool = False
+    ) -> str:
+        """Return the text before a reply to `messages`. continues_last: the last of them is the
+        beginning of the reply, with whose content the text ends.
+
+        Raises:
+            DataError: the template refuses the messages, or does not write the last one.
+        """
+        write = self._writer(_variables({}, where), where)
+        if not continues_last:
+            return self._unmarked(write(messages, add_generation_prompt=True))
+        mark = f"\0{secrets.token_hex(8)}"
+        # as in transformers, the blank shows whether the template trims contents
+        last = {**messages[-1], "content": f"{messages[-1]['content']}{mark} "}
+        text, found, rest = self._unmarked(write([*messages[:-1], last])).rpartition(mark)
+        if not found:
+            raise DataError(
+                f"{where}: the chat template does not write the content of the last of "
+                f"{len(messages)} messages, so no reply can go on from it"
+            )
+        return text if rest.startswith(" ") else text.rstrip()
 
     def behind_reply(self) -> str:
         """Return the text that the template writes behind a reply to end the turn.
