@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from tests.data.texts import save_lines, save_tokenizer, sentences
@@ -14,11 +15,19 @@ from tests.models import hugging_face_folders as folders
 from tests.models.coverage import settings
 from tests.models.coverage_ranks import make_folder
 from tests.models.hugging_face_ranks import VOCAB, save_run
+from tests.train import parity
+from tests.train.embedding_ranks import pooled as pooled_by
+from tests.train.embedding_ranks import ranking_loss
+from tests.train.embedding_ranks import row as embedding_row
 from tests.train.inference_ranks import run_in
+from tests.train.test_transformers import MODELS
+from tests.train.transformers_ranks import everywhere_float64, save_model
 from torchdistpackage.cli import _inference
 from torchdistpackage.cli.main import main
 from torchdistpackage.data.tokens.prompts import TokenizerCodec
+from torchdistpackage.models.sentence_transformers_folder import add_sentence_transformers
 from torchdistpackage.models.transformers_meta import build_options
+from torchdistpackage.train.retrieval_metrics import retrieval_metrics
 
 LAYOUTS = {
     "one": [],
@@ -163,6 +172,69 @@ def validated(changes: list[str]) -> float | None:
 
     save_run(changes)
     return parity.trainer([*START, *changes]).evaluate()
+
+
+def embedded_by_transformers(folder: Path, rows: list[dict], section) -> tuple[float, dict]:
+    """(loss of batches of 4 lines, metrics of all lines) by transformers and the formula."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    texts = [x for row in rows for x in (row["anchor"], row["positive"], *row["negatives"])]
+    encoded = [[*tokenizer.encode(x, add_special_tokens=False).ids, 1] for x in texts]
+    width = max(map(len, encoded))
+    ids = torch.tensor([[*x, *[0] * (width - len(x))] for x in encoded])
+    mask = torch.tensor([[1] * len(x) + [0] * (width - len(x)) for x in encoded])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    with everywhere_float64(), torch.no_grad():
+        base = model.model(input_ids=ids, attention_mask=mask, use_cache=False)
+        vectors = pooled_by(base.last_hidden_state, mask, section.train.embedding.pooling)
+    size, total = 4 * section.data.rows_per_sample, 0.0
+    for part, own in zip(vectors.split(size), ids.split(size), strict=True):
+        number = len(part) // section.data.rows_per_sample
+        total += number * ranking_loss(part, own, section).item()
+    numbers = torch.unique(ids, dim=0, return_inverse=True)[1].numpy()
+    metrics = retrieval_metrics(vectors.numpy(), numbers, section.data.rows_per_sample)
+    return total / len(rows), metrics
+
+
+EMBEDDING_LAYOUTS = {
+    "data2xpipe2": ["parallel.data=2", "--pipe", "2"],
+    "tensor2": ["--tensor", "2"],
+    "context2": ["parallel.context=2"],
+    "data2xcontext2": ["parallel.data=2", "parallel.context=2"],
+}
+
+
+def test_an_embedding_has_the_metrics_of_transformers_on_every_layout(
+    ranks, tmp_path, capsys, monkeypatch
+):
+    """Of a run, and of a folder as sentence-transformers has it: 11 lines in batches of 4."""
+    monkeypatch.setattr(_inference, "run_local", run_in(ranks, wide=True))
+    source = str(tmp_path / "source")
+    config = {**MODELS["llama"], "vocab_size": 300, "tie_word_embeddings": True}
+    ranks(1).run(save_model, config, source)
+    rows = [embedding_row(i) for i in range(11)]
+    path = save_lines(tmp_path / "rows.jsonl", rows)
+    save_tokenizer(tmp_path / "source")
+    keys = [f"data.path={path}", f"data.tokenizer={source}", f"data.cache={tmp_path}/cache"]
+    keys += ["data.name=embedding", "data.num_negatives=1", "data.seq_len=24", f"model.hf={source}"]
+    keys += ["data.global_batch=8", "train.accumulate=2", "train.embedding={scale: 5.0}"]
+    ranks(1).run(save_run, [*keys, f"run.dir={tmp_path}", "run.name=mine"])
+    section = parity.config([*keys, "train.accumulate=1"])
+    loss, metrics = embedded_by_transformers(tmp_path / "source", rows, section)
+    assert 0 < metrics["ndcg@10"] < 1
+    command = [tmp_path / "mine", "--data", path]
+    layouts = [[], *EMBEDDING_LAYOUTS.values()]
+    found = [evaluated(capsys, *command, *layout) for layout in layouts]
+    add_sentence_transformers(tmp_path / "source", section, 16)
+    folder = [source, "--data", path, "data.num_negatives=1", "data.global_batch=4"]
+    folder += ["train.embedding.scale=5", "precision.dtype=float64", f"run.dir={tmp_path}"]
+    found.append(evaluated(capsys, *folder))
+    for values in found:
+        assert values["loss"] == pytest.approx(loss, rel=1e-9)
+        assert {k: values[k] for k in metrics} == pytest.approx(metrics, rel=1e-9)
+        assert (values["tokens"], values["perplexity"]) == (11, None)
+    assert main(["eval", *map(str, command), "parallel.data=3"]) == 2
+    text = capsys.readouterr().err
+    assert "data.global_batch=4" in text and "parallel.data=3" in text
 
 
 def test_mistakes(ranks, tmp_path, capsys):

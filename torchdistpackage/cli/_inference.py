@@ -17,7 +17,7 @@ from torchdistpackage.bounded import parse_json
 from torchdistpackage.checkpoint.commit import latest
 from torchdistpackage.cli._common import ListedIn, Overrides, refusal
 from torchdistpackage.config.check import old_packages
-from torchdistpackage.config.data_section import DataSection
+from torchdistpackage.config.data_section import EMBEDDING, DataSection
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.head_tasks import HEAD_TASKS, TOKEN, ModelHead, has_head, labels_in
 from torchdistpackage.config.hugging_face import (
@@ -30,6 +30,7 @@ from torchdistpackage.config.hugging_face import (
 from torchdistpackage.config.hugging_face import FILE as CONFIG
 from torchdistpackage.config.load import load, loads, override_problems
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.config.text_ends import template_ends
 from torchdistpackage.config.yaml_loader import write
 from torchdistpackage.data.tokens.documents import TextSource
 from torchdistpackage.data.tokens.prompts import ByteCodec, TokenCodec, TokenizerCodec
@@ -40,6 +41,7 @@ from torchdistpackage.launch.workers import run_local
 from torchdistpackage.lazy import resolve
 from torchdistpackage.models.model_spec import ModelUse
 from torchdistpackage.models.registry import TRANSFORMERS, model_of, spec_of
+from torchdistpackage.models.sentence_transformers_folder import read_sentence_transformers
 from torchdistpackage.plan.run_plan import local_procs, make_plan
 from torchdistpackage.run_files import CHECKPOINTS, RESOLVED
 from torchdistpackage.topology.mesh import DEFAULT_ORDER
@@ -302,6 +304,15 @@ def _yaml_of(folder: Path) -> str:
     data: dict[str, Any] = {"name": "tokens", "path": os.devnull, "seq_len": window}
     if (folder / "tokenizer.json").is_file():
         data |= {"name": "text", "tokenizer": str(folder)}
+    if (embedder := read_sentence_transformers(folder)) is not None:
+        data |= {
+            "name": EMBEDDING,
+            "tokenizer": str(folder),
+            "seq_len": min(embedder.seq_len or _NO_POSITIONS, window),
+            "eos": "on" if template_ends(folder).eos else "off",
+        }
+        train = {"embedding": {"pooling": embedder.pooling}}
+        return write({"model": {"hf": str(folder)}, "data": data, "train": train})
     return write({"model": model, "data": data})
 
 

@@ -26,17 +26,25 @@ from torchdistpackage.cli._inference import (
     quoted,
 )
 from torchdistpackage.config.check import absent_files
-from torchdistpackage.config.data_section import DATA, KIND_OF_SUFFIX, OWN_KEYS, ROWS, DataSection
+from torchdistpackage.config.data_section import (
+    DATA,
+    EMBEDDING,
+    KIND_OF_SUFFIX,
+    OWN_KEYS,
+    ROWS,
+    DataSection,
+)
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.text_ends import TextEnds
+from torchdistpackage.data.tokens.chat import ChatTemplate
 from torchdistpackage.data.tokens.documents import TextSource
 from torchdistpackage.data.tokens.prompts import TokenCodec
+from torchdistpackage.data.tokens.template_date import today
 from torchdistpackage.data.tokens.texts import read_at_start, tokenized_part
 from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import DataError
 from torchdistpackage.lazy import resolve
 from torchdistpackage.models.registry import model_of
-from torchdistpackage.data.tokens.chat import ChatTemplate
 from torchdistpackage.train.inference_request import (
     EvalRequest,
     EvalResult,
@@ -44,7 +52,6 @@ from torchdistpackage.train.inference_request import (
     HarnessRequest,
 )
 
-from torchdistpackage.data.tokens.template_date import today
 _COMMAND = "tdp eval"
 _MICROBATCHES = 4
 _ROWS = 8
@@ -93,13 +100,6 @@ def eval(
         int | None,
         typer.Option(metavar="N", min=1, help="Number of texts of a task in a forward; default 8."),
     ] = None,
-) -> None:
-    """Measure the loss and perplexity of a trained model, on any layout.
-
-    It reads the validation part of the run's data, or all of --data. Each token is predicted once,
-    in windows of data.seq_len. The numbers are the same on every layout.
-
-    With --lm-eval it prints the metrics of tasks instead.
     apply_chat_template: Annotated[
         bool,
         typer.Option(
@@ -116,6 +116,14 @@ def eval(
         str | None,
         typer.Option(metavar="TEXT", help="Text before prompts of tasks, as the system's message."),
     ] = None,
+) -> None:
+    """Measure the loss and perplexity of a trained model, on any layout.
+
+    It reads the validation part of the run's data, or all of --data. Each token is predicted once,
+    in windows of data.seq_len; a head or an embedding has the metrics of its task. The numbers are
+    the same on every layout.
+
+    With --lm-eval it prints the metrics of tasks instead.
     """
     problems, changes = list[str](), list(overrides or ())
     if lm_eval is not None:
@@ -145,6 +153,9 @@ def eval(
         ("num-fewshot", num_fewshot),
         ("limit", limit),
         ("batch", batch),
+        ("apply-chat-template", apply_chat_template or None),
+        ("fewshot-as-multiturn", fewshot_as_multiturn),
+        ("system-instruction", system_instruction),
     ):
         if value is not None:
             problems.append(f"--{name} has no effect without --lm-eval TASKS; remove it")
@@ -153,16 +164,8 @@ def eval(
     source = inference.find_source(_COMMAND, target, checkpoint, changes, problems, ema)
     if data is None and source.is_run and source.own.data.is_preference:
         problems.append(
-        ("apply-chat-template", apply_chat_template or None),
-        ("fewshot-as-multiturn", fewshot_as_multiturn),
-        ("system-instruction", system_instruction),
             f"{target} was trained on preference pairs, whose loss needs the reference model; find "
             f"it in metrics.jsonl at each validation, or give --data FILE for the loss of a text"
-        )
-    if source.is_run and source.own.data.is_embedding:
-        problems.append(
-            f"{target} was trained on texts to compare (data.name: embedding), which this command "
-            f"does not measure; find recall and nDCG in metrics.jsonl at each validation"
         )
     overridden = dict(change.split("=", 1) for change in changes if "=" in change)
     if data is None and not source.is_run and "data.path" not in overridden:
@@ -207,12 +210,12 @@ class HarnessOptions(NamedTuple):
     num_fewshot: int | None
     limit: int | None
     batch: int
-
-
-def _evaluate_tasks(
     chat: bool = False
     multiturn: bool | None = None
     system: str | None = None
+
+
+def _evaluate_tasks(
     source: ModelSource,
     changes: list[str],
     problems: list[str],
@@ -248,10 +251,10 @@ def _evaluate_tasks(
     codec = inference.codec_of(folder, source, data, problems) if not problems else None
     stops = inference.stops_of(source, codec, problems)
     prefix = _prefix(folder, codec, problems)
+    chat = _chat(folder, options, data, problems)
     if options.path is not None and not options.path.is_dir():
         problems.append(f"--task-path {options.path}: there is no such folder; check the path")
     names = tuple(x.strip() for x in options.tasks.split(",") if x.strip())
-    chat = _chat(folder, options, data, problems)
     if not names:
         problems.append("--lm-eval names no task; give names, separated by commas")
     with_defaults = True
@@ -279,11 +282,11 @@ def _evaluate_tasks(
         bos=() if folder is None else _ends(folder, data, data.bos).bos,
         prefix=prefix,
         stops=stops,
+        chat=chat,
+        system=options.system,
     )
     result = inference.on_ranks(source, config, request)
     if detect(os.environ).rank == 0:
-        chat=chat,
-        system=options.system,
         values = {**result.values, "step": result.step}
         typer.echo(json.dumps(values) if as_json else result.table)
 
@@ -292,9 +295,6 @@ def _ends(folder: Path, data: DataSection, bos: str) -> TextEnds:
     return TextSource("text", "", str(folder), data.field, bos, "off").ends
 
 
-def _prefix(folder: Path | None, codec: TokenCodec | None, problems: list[str]) -> int:
-    """Return the id before a text without context: as in lm-eval that which begins a text, or else
-    that which ends one.
 def _chat(
     folder: Path | None, options: HarnessOptions, data: DataSection, problems: list[str]
 ) -> HarnessChat | None:
@@ -318,6 +318,9 @@ def _chat(
     return HarnessChat(str(folder.absolute()), day, options.multiturn is not False)
 
 
+def _prefix(folder: Path | None, codec: TokenCodec | None, problems: list[str]) -> int:
+    """Return the id before a text without context: as in lm-eval that which begins a text, or else
+    that which ends one.
     """
     if folder is None or codec is None:
         return _LINE_BREAK
@@ -343,8 +346,9 @@ def _data_keys(
     if data is None:
         return {} if folder is None else {"data.tokenizer": quoted(folder)}
     own = source.own.data
-    of_head = own.name if own.head is not None else None  # no loss of tokens is asked of a head
-    kind = kind or of_head or KIND_OF_SUFFIX.get(data.suffix, "text")
+    # no loss of tokens is asked of a head or an embedding; of a model of answers, no other
+    of_task = own.name if own.spec is not None and own.spec.task and not own.is_preference else None
+    kind = kind or of_task or KIND_OF_SUFFIX.get(data.suffix, "text")
     spec = DATA.get(kind)
     reads_text = spec is None or bool(spec.reader)
     if reads_text and folder is None and not source.has_bytes:
@@ -367,6 +371,8 @@ def _data_keys(
     }
     if kind not in ROWS:
         keys["data.field"] = plain.field
+    if kind != EMBEDDING:
+        keys["train.embedding"] = "{}"
     if spec is not None:
         unread = (key for key in OWN_KEYS if key not in spec.keys)
         keys |= {f"data.{key}": json.dumps(getattr(plain, key)) for key in unread}
@@ -394,9 +400,15 @@ def _batch_keys(source: ModelSource, keys: dict[str, object]) -> dict[str, objec
         )
     batch_keys: dict[str, object] = {"parallel.data": num_data}
     if not source.is_run:
-        batch_keys["data.seq_len"] = min(source.window, _WINDOW)
+        batch_keys["data.seq_len"] = min(run.data.seq_len, _WINDOW)
     if run.data.target is not None and keys.get("data.target") != "null":
         return batch_keys | {"pipeline.microbatches": 1}
+    if keys.get("data.name", run.data.name) == EMBEDDING:
+        # the loss depends on the negatives of a batch, so it is that of a round of the run
+        batch = str(keys.get("data.global_batch", run.data.global_batch // run.train.accumulate))
+        per_rank = int(batch) // num_data if batch.isdigit() else 1
+        microbatches = math.gcd(per_rank, run.pipeline.microbatches)
+        return batch_keys | {"data.global_batch": batch, "pipeline.microbatches": microbatches}
     rounds = (run.parallel.data if run.parallel.data != "auto" else 1) * run.train.accumulate
     samples = run.data.global_batch // (rounds * run.pipeline.microbatches) if source.is_run else 1
     return batch_keys | {
@@ -426,7 +438,8 @@ def _values(result: EvalResult, perplexity: float | None, on: str) -> dict[str, 
 
 def _perplexity(config: RunConfig, result: EvalResult) -> float | None:
     """Return the perplexity, or None if the loss is not the cross entropy of tokens."""
-    is_of_tokens = config.model.loss is None and config.data.head is None
+    spec = config.data.spec
+    is_of_tokens = config.model.loss is None and (spec is None or not spec.task)
     if not is_of_tokens or not result.num_windows:
         return None
     return math.exp(result.loss) if not result.loss > 700 else math.inf

@@ -52,13 +52,23 @@ def text_ends(tokenizer: Path, bos: TextEnd = "auto", eos: TextEnd = "auto") -> 
     """
     file = tokenizer_file(tokenizer)
     content, names = read_tokenizer(file), special_tokens(file.parent)
-    first = () if bos == "off" else _before_text(content.get("post_processor"), file)
+    first = () if bos == "off" else _around_text(content.get("post_processor"), file).bos
     if bos == "on" and not first:
         first = (_named("bos", content, names, file),)
     last = None if eos == "off" else end_of_text(tokenizer)
     if last is None and (eos == "on" or (eos == "auto" and "eos_token" in names)):
         last = _named("eos", content, names, file)
     return TextEnds(first, () if last is None else (last,))
+
+
+def template_ends(tokenizer: Path) -> TextEnds:
+    """Return the ids that the template of a tokenizer puts around a text.
+
+    Raises:
+        DataError: the files are no tokenizer's.
+    """
+    file = tokenizer_file(tokenizer)
+    return _around_text(read_tokenizer(file).get("post_processor"), file)
 
 
 def end_of_text(tokenizer: Path) -> int | None:
@@ -89,19 +99,27 @@ def _named(kind: str, content: Mapping[str, Any], names: Mapping[str, str], file
     return number
 
 
-def _before_text(processor: Any, file: Path) -> tuple[int, ...]:
-    """Return the ids that a post_processor of tokenizer.json (or None) puts before a text."""
+def _around_text(processor: Any, file: Path) -> TextEnds:
+    """Return the ids that a post_processor of tokenizer.json (or None) puts around a text."""
     settings = cast(dict[str, Any], processor or {})
     try:
         kind = settings.get("type")
         if kind == "TemplateProcessing":
             pieces = cast(list[dict[str, Any]], settings["single"])
-            first = takewhile(lambda piece: "SpecialToken" in piece, pieces)
             tokens = settings["special_tokens"]
-            return tuple(x for piece in first for x in tokens[piece["SpecialToken"]["id"]]["ids"])
+            first, last = (
+                takewhile(lambda piece: "SpecialToken" in piece, each)
+                for each in (pieces, reversed(pieces))
+            )
+            before, after = (
+                [tuple(tokens[piece["SpecialToken"]["id"]]["ids"]) for piece in each]
+                for each in (first, last)
+            )
+            return TextEnds(sum(before, ()), sum(reversed(after), ()))
         if kind in ("BertProcessing", "RobertaProcessing"):
-            return (settings["cls"][1],)
+            return TextEnds((settings["cls"][1],), (settings["sep"][1],))
         steps = cast(list[Any], settings["processors"] if kind == "Sequence" else [])
-        return next((ids for step in steps if (ids := _before_text(step, file))), ())
+        around = (_around_text(step, file) for step in steps)
+        return next((ends for ends in around if any(ends)), TextEnds())
     except (AttributeError, KeyError, TypeError, IndexError) as error:
         raise DataError(f"{file} has a post_processor of an unknown form: {error!r}") from error

@@ -1,4 +1,4 @@
-"""The files that sentence-transformers reads beside the model of a folder: how texts become
+"""The files of sentence-transformers beside the model of a folder: how texts become
 tokens, and tokens a vector.
 
 Its tokenizer puts the same ids around a text as training did, and cuts it to the same length.
@@ -6,8 +6,9 @@ Its tokenizer puts the same ids around a text as training did, and cuts it to th
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from torchdistpackage.bounded import parse_json
 from torchdistpackage.config.hugging_face import (
     read_tokenizer,
     special_tokens,
@@ -16,10 +17,73 @@ from torchdistpackage.config.hugging_face import (
 )
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.text_ends import TextEnds, text_ends
+from torchdistpackage.errors import ConfigError
 
 _POOLINGS = {"mean": "mean_tokens", "last": "lasttoken", "cls": "cls_token"}
 """train.embedding.pooling -> the end of its key, by which releases from 2.0 on know it."""
 _MODULES = "sentence_transformers.models"
+_LIST, _LIMITS = "modules.json", "sentence_bert_config.json"
+_FLAG = "pooling_mode_"
+_KNOWN = ("Transformer", "Pooling", "Normalize")
+"""Modules that training knows; the length of a vector has no effect on a cosine."""
+
+
+class Embedder(NamedTuple):
+    """What the folder of an embedding says: train.embedding.pooling, and the most tokens of a
+    text, None if it names none.
+    """
+
+    pooling: str
+    seq_len: int | None
+
+
+def read_sentence_transformers(folder: Path) -> Embedder | None:
+    """Return how texts become vectors by the files of this folder, None if it has none.
+
+    Raises:
+        ConfigError: it does so by other modules than `tdp train` has, or a file is not JSON.
+    """
+    if not (folder / _LIST).is_file():
+        return None
+    modules = _parsed(folder / _LIST)
+    kinds = [str(x["type"]).rpartition(".")[-1] for x in modules]
+    if unknown := [x for x in kinds if x not in _KNOWN]:
+        raise ConfigError(
+            f"{folder / _LIST} has the module {unknown[0]}; known are {', '.join(_KNOWN)}"
+        )
+    pooling = "mean"
+    for kind, module in zip(kinds, modules, strict=True):
+        if kind == "Pooling":
+            pooling = _pooling(folder / module["path"] / "config.json")
+    limits = _parsed(folder / _LIMITS) if (folder / _LIMITS).is_file() else {}
+    return Embedder(pooling, limits.get("max_seq_length"))
+
+
+def _pooling(file: Path) -> str:
+    settings = _parsed(file)
+    names = settings.get("pooling_mode")  # a name or several from release 6 on, before flags
+    if names is None:
+        flags = (key for key, x in settings.items() if x is True and key.startswith(_FLAG))
+        names = [_named(x.removeprefix(_FLAG)) for x in flags]
+    names = [names] if isinstance(names, str) else names
+    by_name = {_named(flag): key for key, flag in _POOLINGS.items()}
+    if len(names) != 1 or names[0] not in by_name:
+        raise ConfigError(
+            f"{file} pools by {', '.join(names) or 'nothing'}; known is one of {', '.join(by_name)}"
+        )
+    return by_name[names[0]]
+
+
+def _named(flag: str) -> str:
+    """Return the name of a pooling mode, by the end of its flag."""
+    return flag.removesuffix("_tokens").removesuffix("_token")
+
+
+def _parsed(file: Path) -> Any:
+    try:
+        return parse_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
 
 
 def add_sentence_transformers(folder: Path, config: RunConfig, dim: int) -> None:
@@ -43,7 +107,7 @@ def add_sentence_transformers(folder: Path, config: RunConfig, dim: int) -> None
         ],
         "1_Pooling/config.json": {
             "word_embedding_dimension": dim,
-            **{f"pooling_mode_{x}": key == pooling for key, x in _POOLINGS.items()},
+            **{f"{_FLAG}{x}": key == pooling for key, x in _POOLINGS.items()},
         },
         "sentence_bert_config.json": {"max_seq_length": data.seq_len, "do_lower_case": False},
         "config_sentence_transformers.json": {"prompts": {}, "similarity_fn_name": "cosine"},

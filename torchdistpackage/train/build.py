@@ -111,10 +111,7 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
         first.add_embedding_noise(EmbeddingNoise(alpha, config.data.seq_len))
         # making layers has drawn numbers, more where a rank has more of them
         seed_rank(config.run.seed, plan.topology.dense, rank)
-    if config.data.is_embedding:
-        any_stage: Any
-        for any_stage in stage.children():
-            any_stage.return_hidden()
+    task = build_task(model)  # before the optimizer, as it may freeze weights
     compile_blocks(stage, config.train.compile_backend, config.train.compile)
     tables = {name for name, layout in layouts.items() if layout.is_table}
     global_names = {name: layout.name for name, layout in layouts.items()}
@@ -167,7 +164,7 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
         sums_each_round=config.parallel.zero >= 2,
         eval_batches=config.train.eval_batches,
         eval_sets=build_eval_sets(plan, tpc.get_dp_rank(), ranges),
-        task=build_task(model),
+        task=task,
         has_own_data=data is None and config.data.target is None,
         validates_averages=config.train.eval_ema,
     )
@@ -278,11 +275,14 @@ def distillation_task(model: StagedModel, teacher_plan: Plan) -> TeacherLoss:
 
 
 def embedding_task(model: StagedModel) -> EmbeddingLoss:
-    """Return the loss of a run on texts to compare."""
+    """Return the loss of a run on texts to compare, whose model gives hidden states from now on."""
     config = model.plan.config
     return EmbeddingLoss(
         model.device,
         config.train.embedding,
+    any_stage: Any
+    for any_stage in model.stage.children():
+        any_stage.return_hidden()
         config.data.rows_per_sample,
         tpc.get_group("data"),
         tpc.get_group("context"),
