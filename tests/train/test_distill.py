@@ -59,6 +59,14 @@ LAYOUTS = {
     "pipe2xtensor2": {"pipe": 2, "tensor": 2},
     "pipe2xcontext2-zero3": {"pipe": 2, "context": 2, "zero": 3},
 }
+SHARED = {
+    "data2": ({"data": 2}, 2),
+    "data2xpipe2-zero3": ({"data": 2, "pipe": 2, "zero": 3}, 2),
+    "data2xtensor2": ({"data": 2, "tensor": 2}, 4),
+    "data2xtensor2-sequence": ({"data": 2, "tensor": 2, "sequence": 1}, 4),
+    "data4-zero2": ({"data": 4, "zero": 2}, 2),
+}
+"""Layouts whose data ranks share the teacher, and its tensor ranks."""
 
 
 def divergence(logits: Tensor, teacher_logits: Tensor, beta: float, temperature: float) -> Tensor:
@@ -198,6 +206,28 @@ SMALL_SET = {("jsd", "pipe2xtensor2"), ("forward", "data2-zero3")}
 def test_three_steps_are_those_of_the_formula(ranks, models, truths, kind, layout):
     truth = truths(kind)
     size, changes = asked(LAYOUTS[layout])
+    results = ranks(size).run(distilled, [*keys(models, KINDS[kind]), *changes])
+    for step, expected in enumerate(truth.gradients):
+        parity.expect_close([mine.gradients[step] for mine, _ in results], [expected])
+    parity.expect_close([mine.weights for mine, _ in results], [truth.weights])
+    for mine, _ in results:
+        assert mine.losses == pytest.approx(truth.losses, rel=1e-9)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        pytest.param(kind, layout, marks=() if (kind, layout) == ("jsd", "data2") else FULL)
+        for kind in KINDS
+        for layout in SHARED
+    ],
+)
+def test_data_ranks_share_a_teacher_with_more_tensor_ranks(ranks, models, truths, kind, layout):
+    """65 ids, of which neither 2 nor 4 ranks have equal numbers."""
+    truth, (degrees, tensor) = truths(kind), SHARED[layout]
+    size, changes = asked(degrees)
+    changes.append(f"train.distill.teacher_tensor={tensor}")
     results = ranks(size).run(distilled, [*keys(models, KINDS[kind]), *changes])
     for step, expected in enumerate(truth.gradients):
         parity.expect_close([mine.gradients[step] for mine, _ in results], [expected])
@@ -380,6 +410,52 @@ def test_a_plan_counts_the_weights_of_the_teacher(models):
     assert plan.teacher is not None
     teacher = stage_loads(plan.teacher)[0].num_parameters
     assert load.memory.weights_bytes - before.memory.weights_bytes == 8 * teacher
+
+
+def test_a_shared_teacher_takes_less_memory(models):
+    given = [*RUN, *keys(models, KINDS["jsd"])]
+    plans = [
+        make_plan(parity.config([*given, "parallel.data=2", *more]), 2)
+        for more in ([], ["train.distill.teacher_tensor=2"])
+    ]
+    (whole, shared) = (stage_loads(x)[0].memory.weights_bytes for x in plans)
+    assert plans[1].teacher is not None and plans[1].teacher.topology.dense.axis_size("tensor") == 2
+    numbers = [stage_loads(x.teacher)[0].num_parameters for x in plans if x.teacher is not None]
+    assert whole - shared == 8 * (numbers[0] - numbers[1]) > 0
+    assert (0, 1) in {x.ranks for x in plans[1].creations(0)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            ["parallel.data=2", "train.distill.teacher_tensor=3"],
+            ["=3", "parallel.data=2", "1 or 2"],
+        ),
+        (
+            ["parallel.tensor=2", "train.distill.teacher_tensor=3"],
+            ["=3", "parallel.tensor=2", "2 or 4"],
+        ),
+        (
+            ["parallel.context=2", "train.distill.teacher_tensor=2"],
+            ["parallel.context=2", "reference"],
+        ),
+        (["train.distill.logits=x", "train.distill.teacher_tensor=2"], ["train.distill.logits"]),
+        (
+            [
+                *("parallel.data=2", "parallel.pipe=2", "parallel.tensor=2"),
+                *("train.distill.teacher_tensor=4", "parallel.order=[data, pipe, context, tensor]"),
+            ],
+            ["parallel.order", "data, pipe"],
+        ),
+    ],
+)
+def test_degrees_of_a_teacher_that_ranks_cannot_have_are_refused(models, changes, words):
+    given = [*RUN, *keys(models, KINDS["forward"]), *changes]
+    with pytest.raises(ConfigError, match=r"train\.distill") as error:
+        config = parity.config(given)
+        make_plan(config, 8 if config.parallel.pipe > 1 else 2)
+    assert all(x in str(error.value) for x in words), error.value
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torchdistpackage.config.data_section import (
 from torchdistpackage.config.embedding_section import EmbeddingSection
 from torchdistpackage.config.head_tasks import MOST_CLASSES_OF_A_TEXT
 from torchdistpackage.config.preference_losses import PREFERENCE_LOSSES
-from torchdistpackage.config.rules import Rule, named_once, rule
+from torchdistpackage.config.rules import Rule, multiples, named_once, rule
 from torchdistpackage.config.schema import DistillSection, DpoSection, RunConfig
 
 _OF_FORMAT = ("data.name", "data.field", "data.tokenizer")
@@ -401,6 +401,36 @@ def _a_teacher_has_tokens(c: RunConfig, world_size: int | None) -> str | None:
     if c.model.moe.num_experts is not None:
         problems.append("model.moe (no run with a teacher was compared)")
     return f"{teacher} does not go with {' nor with '.join(problems)}" if problems else None
+
+
+@rule(
+    "train.distill.teacher_tensor",
+    "train.distill.logits",
+    *("parallel.tensor", "parallel.data", "parallel.context"),
+)
+def _a_teacher_is_shared_by_data_ranks(c: RunConfig, world_size: int | None) -> str | None:
+    number, p = c.train.distill.teacher_tensor, c.parallel
+    if number is None or not c.train.distill.is_on:
+        return None
+    key, problems = f"train.distill.teacher_tensor={number}", list[str]()
+    if not c.train.distill.runs_teacher:
+        return f"{key} has no effect beside train.distill.logits, as no teacher runs; remove it"
+    if p.context > 1:
+        problems.append(
+            f"does not go with parallel.context={p.context}, whose ranks have different slices of "
+            f"a sequence, where the ranks of a teacher compute the same tokens; remove it, or "
+            f"write the teacher's file with tdp reference"
+        )
+    if number % p.tensor:
+        problems.append(
+            f"is no multiple of parallel.tensor={p.tensor}; set it to {multiples(p.tensor, number)}"
+        )
+    elif p.data != "auto" and p.data * p.tensor % number:
+        problems.append(
+            f"does not divide parallel.data={p.data} x parallel.tensor={p.tensor}; set it to "
+            f"{' or '.join(str(p.tensor * d) for d in range(1, p.data + 1) if p.data % d == 0)}"
+        )
+    return f"{key} {'; and '.join(problems)}" if problems else None
 
 
 @rule("train.distill.beta", "train.distill.logits")

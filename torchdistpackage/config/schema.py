@@ -341,6 +341,11 @@ class DistillSection(Section):
         description="File of the teacher's most likely tokens, which tdp reference has written. "
         "The run then holds no teacher. null: the teacher runs beside the model.",
     )
+    teacher_tensor: k.CountOrNull = Field(
+        default=None,
+        description="Number of tensor-parallel ranks of the teacher: a multiple of parallel.tensor "
+        "over the same ranks, so that data ranks share a large teacher. null: parallel.tensor.",
+    )
     beta: k.Fraction = Field(
         default=0.0,
         description="Divergence to minimize (trl's beta). 0: forward KL(teacher || student); 1: "

@@ -139,7 +139,12 @@ class Plan:
         """
         pipe_index = self.topology.dense.coord(rank)["pipe"]
         kinds = self._kinds_of_layouts.get(pipe_index, ())
-        return creations(self.topology, rank, sums=kinds, num_data=self.zero_group)
+        wanted = creations(self.topology, rank, sums=kinds, num_data=self.zero_group)
+        if self.teacher is None:
+            return wanted
+        ranks = tuple(self.teacher.topology.dense.group(rank, ("tensor",)))
+        there = {each.ranks for each in wanted}
+        return (*wanted, *([] if ranks in there else [Creation(ranks, axes=("tensor",))]))
 
     @cached_property
     def _kinds_of_layouts(self) -> dict[int, list[Layout]]:
@@ -264,7 +269,7 @@ def make_plan(
     plan = Plan(config, world, model, pieces.names, stages, {})
     teacher = None
     if config.train.distill.runs_teacher:
-        teacher = _teacher_plan(config, model, world_size, source, ranks_per_node)
+        teacher = _teacher_plan(plan, world_size, source, ranks_per_node)
     plan = replace(plan, layouts=model.layouts(plan.stage_of), teacher=teacher)
     # embeddings leave out the output layer, whose own weights are frozen
     frozen = (f"{model.output_layer}.",) if config.data.is_embedding else ()
@@ -278,18 +283,13 @@ def make_plan(
     return plan
 
 
-def _teacher_plan(
-    config: RunConfig,
-    student: ModelSpec,
-    world_size: int,
-    source: str,
-    ranks_per_node: int | None,
-) -> Plan:
+def _teacher_plan(student: Plan, world_size: int, source: str, ranks_per_node: int | None) -> Plan:
     """Return the plan of the teacher on the ranks of the student.
 
     Raises:
         ConfigError: the teacher does not fit these ranks, or has another vocabulary.
     """
+    config = student.config
     key, folder = "train.distill.teacher", config.train.distill.teacher
     try:
         own_config = teacher_config(config)
@@ -299,13 +299,23 @@ def _teacher_plan(
     except (ConfigError, LayoutError) as error:
         texts = [str(error)]
     else:
-        assert plan.shape is not None
-        if (number := plan.shape.vocab) == student.shape.vocab:
+        assert plan.shape is not None and student.shape is not None
+        number, own_number, texts = plan.shape.vocab, student.shape.vocab, list[str]()
+        if number != own_number:
+            texts.append(
+                f"{folder} has a vocabulary of {number} ids, but the model has {own_number}; "
+                f"name a teacher whose logits are of the same ids"
+            )
+        meshes = student.topology.dense, plan.topology.dense
+        if any(len({mesh.index(x, "pipe") for mesh in meshes}) > 1 for x in range(world_size)):
+            asked = f"train.distill.teacher_tensor={config.train.distill.teacher_tensor}"
+            texts.append(
+                f"{asked} takes data and tensor ranks of one stage together, but "
+                f"parallel.order=[{', '.join(config.parallel.order)}] has others between them; "
+                f"put pipe first"
+            )
+        if not texts:
             return plan
-        texts = [
-            f"{folder} has a vocabulary of {number} ids, but the model has {student.shape.vocab}; "
-            f"name a teacher whose logits are of the same ids"
-        ]
     raise ConfigErrors(source, [config.problem(key, text) for text in texts])
 
 
@@ -432,7 +442,7 @@ def rank_memory(
     if plan.teacher is not None:
         pipe_index, every = plan.topology.dense.coord(rank)["pipe"], plan.teacher.layouts.values()
         frozen = [x for x in every if not x.stages or pipe_index in x.stages]
-        estimate = with_frozen(estimate, plan.teacher.config, plan.topology, frozen, rank)
+        estimate = with_frozen(estimate, plan.teacher.config, plan.teacher.topology, frozen, rank)
     if not on_gpu:
         return estimate
     connected = communicators(

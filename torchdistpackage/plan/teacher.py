@@ -15,11 +15,24 @@ _SHOWN = 3
 def teacher_config(config: RunConfig) -> RunConfig:
     """Return the run that has the teacher as its model, on the same ranks.
 
-    Its stages are cut by its own costs, as measured costs are those of the model.
+    Its stages are cut by its own costs, as measured costs are those of the model. More tensor ranks
+    than the model has are data ranks of the model.
     """
     partition = "cost" if config.pipeline.partition == "time" else config.pipeline.partition
     pipeline = config.pipeline.model_copy(update={"costs": None, "partition": partition})
     precision = config.precision.model_copy(update={"fp8": "off"})
+    parallel = config.parallel
+    if (tensor := config.train.distill.teacher_tensor) is not None:
+        data = parallel.data
+        data = data if data == "auto" else data * parallel.tensor // tensor
+        # sums of gradients, of which a frozen model has none, are over groups of the model's data
+        changes = {"tensor": tensor, "data": data, "zero": 0, "zero_group": None}
+        if parallel.tensor == 1:  # then tensor ranks of the teacher are data ranks alone
+            order = [axis for axis in parallel.order if axis != "tensor"]
+            changes["order"] = tuple(
+                x for axis in order for x in ((axis, "tensor") if axis == "data" else (axis,))
+            )
+        parallel = parallel.model_copy(update=changes)
     return config.model_copy(
         update={
             "model": ModelSection(
@@ -30,6 +43,7 @@ def teacher_config(config: RunConfig) -> RunConfig:
             "optim": OptimSection(),
             "pipeline": pipeline,
             "precision": precision,
+            "parallel": parallel,
         }
     )
 

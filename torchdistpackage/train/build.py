@@ -19,6 +19,7 @@ from torchdistpackage.checkpoint.save import fail_together
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.group_options import GroupOptions, merged
+from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.random import seed_rank
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.head_of_run import head_of
@@ -59,7 +60,7 @@ from torchdistpackage.train.callbacks import (
 )
 from torchdistpackage.train.compiled import compile_blocks
 from torchdistpackage.train.data_build import blend_of, build_data, build_eval_sets
-from torchdistpackage.train.distillation import LogitsOf, TeacherLoss
+from torchdistpackage.train.distillation import LogitsOf, TeacherLoss, TeacherMembers
 from torchdistpackage.train.early_stop import EarlyStop
 from torchdistpackage.train.embedding import EmbeddingLoss
 from torchdistpackage.train.embedding_noise import EmbeddingNoise
@@ -254,8 +255,9 @@ def preference_task(model: StagedModel, kind: type[_PreferenceT] = PreferenceLos
 
 def distillation_task(model: StagedModel, teacher_plan: Plan) -> TeacherLoss:
     """Return the loss of a run with a teacher, whose weights all ranks read together."""
-    config = model.plan.config
-    stage, layouts, loss = _stage(teacher_plan, model.device, model.sequence)
+    config, mesh = model.plan.config, teacher_plan.topology.dense
+    group = tpc.groups.along(mesh, ("tensor",))
+    stage, layouts, loss = _stage(teacher_plan, model.device, model.sequence, group)
     stage.requires_grad_(False).eval()
     teacher = replace(model, plan=teacher_plan, stage=stage, layouts=layouts, loss=loss)
     seed_rank(config.run.seed, model.plan.topology.dense, model.rank)
@@ -271,18 +273,19 @@ def distillation_task(model: StagedModel, teacher_plan: Plan) -> TeacherLoss:
         config.train.distill,
         logits_of=LogitsOf.last_stage(model.stage),
         teacher_logits_of=LogitsOf.last_stage(stage),
+        members=None if mesh == model.plan.topology.dense else TeacherMembers.of(model.plan, group),
     )
 
 
 def embedding_task(model: StagedModel) -> EmbeddingLoss:
     """Return the loss of a run on texts to compare, whose model gives hidden states from now on."""
     config = model.plan.config
-    return EmbeddingLoss(
-        model.device,
-        config.train.embedding,
     any_stage: Any
     for any_stage in model.stage.children():
         any_stage.return_hidden()
+    return EmbeddingLoss(
+        model.device,
+        config.train.embedding,
         config.data.rows_per_sample,
         tpc.get_group("data"),
         tpc.get_group("context"),
@@ -457,16 +460,16 @@ def make_local_copies(plan: Plan, folder: Path) -> LocalCopies | None:
 
 
 def _stage(
-    plan: Plan, device: torch.device, sequence: SequenceAttention
+    plan: Plan, device: torch.device, sequence: SequenceAttention, tensor: Group | None = None
 ) -> tuple[TrainStages, dict[str, Layout], LossFn]:
     """Return this rank's stages with their initial weights, layouts by local name, and the loss of
-    the last stage.
+    the last stage. tensor: ranks that share layers; None: those of the run.
     """
     config, mesh = plan.config, plan.topology.dense
     dtype = getattr(torch, plan.numbers.weights.dtype)
     loss, whole_outputs = token_cross_entropy, None
     if plan.model is not None:
-        stages = _named(plan, dtype, device, sequence)
+        stages = _named(plan, dtype, device, sequence, tensor or tpc.get_group("tensor"))
         layouts = {s: module.layouts() for s, module in stages.items()}
         _tie(stages, layouts)
         any_stage = next(iter(stages.values()))
@@ -507,7 +510,11 @@ def _stage(
 
 
 def _named(
-    plan: Plan, dtype: torch.dtype, device: torch.device, sequence: SequenceAttention
+    plan: Plan,
+    dtype: torch.dtype,
+    device: torch.device,
+    sequence: SequenceAttention,
+    tensor: Group,
 ) -> dict[int, nn.Module]:
     """Return this rank's stages of one of our models."""
     assert plan.model is not None
@@ -517,7 +524,7 @@ def _named(
             plan.shape,
             pieces=plan.stages[stage],
             stage_of=plan.stage_of,
-            group=tpc.get_group("tensor"),
+            group=tensor,
             dropout=plan.config.model.dropout,
             tp_comm_overlap=plan.config.parallel.tp_comm_overlap,
             sequence=sequence,

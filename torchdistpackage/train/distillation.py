@@ -14,13 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.config.schema import DistillSection
 from torchdistpackage.data.source import IGNORE
+from torchdistpackage.layout.derive import even_share
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.losses import totals_on
 from torchdistpackage.parallel.tensor.divergence import vocab_parallel_divergence
 from torchdistpackage.parallel.tensor.embedding import vocab_range
+from torchdistpackage.plan.run_plan import Plan
 from torchdistpackage.train.staged_model import (
     Microbatches,
     MicrobatchLoss,
@@ -52,6 +55,82 @@ class LogitsOf:
         """Return this rank's logits (B, S, V/n), of outputs that may have those of routers too."""
         logits = outputs[0] if isinstance(outputs, tuple) else outputs
         return logits.movedim(self.rows_dim, 0)
+
+
+@dataclass(frozen=True)
+class TeacherMembers:
+    """The tensor ranks of a teacher, which are several data ranks of the model: they compute the
+    teacher on the samples of all of them.
+
+    places: (data index, tensor index) in the model of each rank of `group`. tensor: size of the
+    model's tensor axis. vocab: number of ids.
+    """
+
+    group: Group
+    places: Sequence[tuple[int, int]]
+    tensor: int
+    vocab: int
+
+    @classmethod
+    def of(cls, plan: Plan, group: Group) -> "TeacherMembers":
+        """Return it for the plan of the model."""
+        mesh = plan.topology.dense
+        ranks = primitives.ranks_of(group)
+        places = [(mesh.index(x, "data"), mesh.index(x, "tensor")) for x in ranks]
+        assert plan.shape is not None
+        return cls(group, places, mesh.axis_size("tensor"), plan.shape.vocab)
+
+    @property
+    def data_indices(self) -> list[int]:
+        """The data indices of the model whose samples the teacher computes together, in order."""
+        return sorted({index for index, _ in self.places})
+
+    def gathered(self, rows: Sequence[Tensor] | None) -> Sequence[Tensor] | None:
+        """Return microbatches with the rows (c B, ...) of all `data_indices`, of those that each
+        rank has (B, ...); on all ranks of the group.
+        """
+        if not rows:
+            return rows
+        every = primitives.all_gather(torch.cat(list(rows)), self.group)
+        by_rank = every.view(len(self.places), len(rows), *rows[0].shape)
+        firsts = [[index for index, _ in self.places].index(x) for x in self.data_indices]
+        return list(by_rank[firsts].transpose(0, 1).flatten(1, 2))
+
+    def own_columns(self, logits: Tensor, model: LogitsOf, teacher: LogitsOf) -> Tensor:
+        """Return the logits (B, S, columns of this rank in the model) of this rank's samples, of
+        those (c B, S, columns of this rank in the teacher) of all samples.
+        """
+        indices, (own_index, own_tensor) = self.data_indices, self.places[self.group.rank()]
+        by_index = dict(zip(indices, logits.chunk(len(indices)), strict=True))
+        first, last = self._columns(own_tensor, model)
+        if teacher.group is None:
+            return by_index[own_index][..., first:last].clone()
+        # each rank gets the columns that it has in the model, from all that have some of them
+        spans = [self._columns_of_teacher(x) for x in range(len(self.places))]
+        begin, end = spans[self.group.rank()]
+        sent: list[Tensor] = []
+        for index, tensor in self.places:
+            low, high = self._columns(tensor, model)
+            low, high = max(low, begin), min(high, end)
+            sent.append(by_index[index][..., low - begin : max(high, low) - begin].flatten())
+        rows = by_index[own_index].shape[:-1]
+        widths = [max(min(b, last) - max(a, first), 0) for a, b in spans]
+        sizes = [width * rows.numel() for width in widths]
+        lengths = [len(x) for x in sent]
+        received = primitives.all_to_all(torch.cat(sent), self.group, lengths, sizes)
+        parts = zip(received.split(sizes), widths, strict=True)
+        return torch.cat([x.view(*rows, width) for x, width in parts], -1)
+
+    def _columns(self, index: int, model: LogitsOf) -> tuple[int, int]:
+        """Return the first and the end of the columns at this tensor index of the model."""
+        if model.group is None:
+            return 0, self.vocab
+        first, number = even_share(self.vocab, self.tensor, index)
+        return first, first + number
+
+    def _columns_of_teacher(self, index: int) -> tuple[int, int]:
+        first, number = even_share(self.vocab, len(self.places), index)
+        return first, first + number
 
 
 DivergenceOf = Callable[[Tensor, int], Tensor]
@@ -119,7 +198,8 @@ class TeacherLoss(DistillLoss):
     """The loss beside a teacher that runs.
 
     teacher: frozen, on the ranks of the model. executor: runs it, forward alone; that of the model
-    would expect messages of the model's width.
+    would expect messages of the model's width. members: its tensor ranks, if they are several data
+    ranks of the model.
     """
 
     def __init__(
@@ -130,10 +210,12 @@ class TeacherLoss(DistillLoss):
         *,
         logits_of: LogitsOf,
         teacher_logits_of: LogitsOf,
+        members: TeacherMembers | None = None,
     ):
         super().__init__(teacher.device, options, logits_of)
         self.executors = (executor,)
         self._teacher, self._teacher_logits_of = teacher, teacher_logits_of
+        self._members = members
 
     def divergence_of(self, batch: Microbatches) -> DivergenceOf:
         """Run the teacher on these microbatches; see `DistillLoss`."""
@@ -144,6 +226,9 @@ class TeacherLoss(DistillLoss):
             return torch.zeros((), device=targets.device), torch.zeros((), device=targets.device)
 
         inputs, targets, positions = batch
+        if self._members is not None:
+            inputs = self._members.gathered(inputs) or ()
+            positions = self._members.gathered(positions)
         own_executor = self.executors[0]
         forward = self._teacher.forward_and_loss(
             own_executor, inputs, targets, totals_on(self._teacher.device), positions, loss=keep
@@ -164,6 +249,8 @@ class TeacherLoss(DistillLoss):
     def _columns_of_model(self, outputs: Tensor) -> Tensor:
         """Return the teacher's logits of the columns that this rank of the model has."""
         own, teacher = self._logits_of.group, self._teacher_logits_of
+        if self._members is not None:
+            return self._members.own_columns(teacher.own_columns(outputs), self._logits_of, teacher)
         if (own is None) == (teacher.group is None):
             return teacher.own_columns(outputs)
         logits = teacher.whole(outputs)

@@ -1,0 +1,96 @@
+"""Rewards of pairs beside trl's own RewardTrainer, from one file: losses, values of the log and
+weights of three steps.
+"""
+
+import warnings
+
+import pytest
+import torch
+
+from tests.data.texts import save_lines, save_tokenizer
+from tests.train import parity
+from tests.train.head_ranks import BASE, rows_of, save_head, trained
+from tests.train.preference_ranks import whole
+from tests.train.test_head_losses import CONFIG
+from tests.train.transformers_ranks import everywhere_float64
+
+trl = pytest.importorskip("trl", reason="trl is no dependency: its trainer is the peer")
+pytestmark = pytest.mark.full
+NUM = 4
+
+
+def of_trl(folder: str, overrides: list[str], lines: list[dict], center: float | None):
+    """Return (weights, rows of the log) of trl's trainer."""
+    from datasets import Dataset
+    from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+
+    section = parity.config([*BASE, *overrides])
+    optim = section.optim
+    model = AutoModelForSequenceClassification.from_pretrained(
+        section.model.hf, dtype=torch.float64
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=f"{section.data.tokenizer}/tokenizer.json",
+        eos_token="</s>",
+        pad_token="<pad>",
+    )
+    options = trl.RewardConfig(
+        output_dir=folder,
+        max_length=section.data.seq_len,
+        center_rewards_coefficient=center,
+        per_device_train_batch_size=NUM,
+        num_train_epochs=3,
+        learning_rate=optim.lr,
+        lr_scheduler_type="constant",
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.betas[0],
+        adam_beta2=optim.betas[1],
+        adam_epsilon=optim.eps,
+        max_grad_norm=0.0,
+        logging_steps=1,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to=[],
+    )
+    with everywhere_float64():
+        trainer = trl.RewardTrainer(
+            model=model,
+            args=options,
+            train_dataset=Dataset.from_list(lines),
+            processing_class=tokenizer,
+        )
+        trainer.train()
+    logged = [row for row in trainer.state.log_history if "mean_reward" in row]
+    return whole(dict(model.named_parameters())), logged
+
+
+@pytest.mark.parametrize("margins", [True, False], ids=["margin", "no margin"])
+@pytest.mark.parametrize("center", [None, 0.05], ids=["plain", "centered"])
+def test_three_steps_of_rewards_are_those_of_trl(ranks, tmp_path, margins, center):
+    """Each step has all pairs, so that their order does not count."""
+    model = str(tmp_path / "model")
+    ranks(1).run(save_head, CONFIG, model, "ForSequenceClassification", 1)
+    lines = rows_of("reward", NUM)
+    assert len({x["margin"] for x in lines}) > 1
+    if not margins:
+        lines = [{key: x for key, x in row.items() if key != "margin"} for row in lines]
+    path = save_lines(tmp_path / "rows.jsonl", lines)
+    overrides = [
+        *("data.name=reward", f"data.path={path}", f"data.val_path={path}"),
+        *(f"data.tokenizer={save_tokenizer(tmp_path / 'tokenizer')}", "model.vocab=300"),
+        *(f"data.cache={tmp_path}/cache", f"model.hf={model}", "train.dpo={}"),
+        *("optim.schedule=constant", "train.steps=3", "train.eval_batches=1"),
+        f"data.center_rewards={center or 0}",
+    ]
+    ((mine, logged, *_),) = ranks(1).run(trained, overrides)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        weights, theirs = of_trl(str(tmp_path / "out"), overrides, lines, center)
+    assert len(theirs) == 3
+    for own, other, loss in zip(logged, theirs, mine.losses, strict=True):
+        assert loss == pytest.approx(other["loss"], rel=2e-5)  # which its log rounds
+        for name in ("accuracy", "margin", "mean_reward"):
+            assert own[name] == pytest.approx(other[name], rel=2e-4, abs=2e-6), name
+    parity.expect_close([mine.weights], [weights])
