@@ -11,7 +11,9 @@ from torchdistpackage.comm.nested import items_of
 def as_module(model: object, used_by: str) -> nn.Module:
     """Return `model`; raise TypeError, which names `used_by`, if it is no module."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{used_by}: the model is a {type(model).__name__}; give a torch.nn.Module")
+        raise TypeError(
+            f"{used_by}: the model must be a torch.nn.Module, not a {type(model).__name__}"
+        )
     return model
 
 
