@@ -29,6 +29,8 @@ from torchdistpackage.errors import CommError
 from torchdistpackage.schedule.actions import Action
 
 Group = dist.ProcessGroup
+_ADVICE = " This is typically caused by a remote worker"
+"""Begin of the general advice that gloo of torch 2.13 adds to the loss of a peer."""
 
 
 class Work:
@@ -148,7 +150,9 @@ def failed(call: Call, error: Exception) -> CommError:
     action = call[ACTION]
     if isinstance(action, Action):
         action = f"{action.kind} of stage {action.stage}, microbatch {action.microbatch}"
+    # the report says the same better, and names the rank that is gone
+    what, _, _ = str(error).partition(_ADVICE)
     return CommError(
         f"{call[OPERATION]}{peer}{f' for {action}' if action else ''} over {where} {state.ranks} "
-        f"failed (number {call[SEQUENCE]}): {error}"
+        f"failed (number {call[SEQUENCE]}): {what}"
     )
