@@ -30,7 +30,10 @@ squeue)
     [ -z "$answer" ] || echo "${format%%=*}=$answer"
     ;;
 sbatch) env >"$NOTED.sbatch"; echo "${NEXT:-8}" ;;
-scontrol) exit "${SCONTROL_CODE:-0}" ;;
+scontrol)
+    case $* in *"show job"*) printf '%s' "$SHOWN"; exit ;; esac
+    exit "${SCONTROL_CODE:-0}"
+    ;;
 python) exit "${VERDICT:-3}" ;;
 esac
 """

@@ -1,6 +1,7 @@
 """The batch script, run by bash: what it does when the ranks have ended."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,35 @@ def test_a_slurm_that_does_not_answer_is_asked_again_and_then_the_job_has_failed
     assert {words[1] for words in bash.words("scontrol")} == {"show"}
     states = [words for words in bash.words("squeue") if not words[-1].endswith("%e")]
     assert len(states) == 6 and len(bash.words("sleep")) == 6
+
+
+def test_where_squeue_is_refused_scontrol_says_when_the_job_ends_and_how_it_is(bash):
+    shown = (
+        "JobId=7 JobName=one JobState=RUNNING Reason=None StartTime=2029-12-31T00:00:00 "
+        "EndTime=2030-01-01T00:00:00 NodeList=n[1-2] ReqNodeList=(null)\n"
+    )
+    done = bash(job_of(run=bash.folder), WORD="requeue time is up", STATE="", END="", SHOWN=shown)
+    assert done.returncode == 0 and bash.words("scontrol")[-1] == ["requeue", "7"]
+    # a day from now by this clock, as the job's end is years after it
+    assert 0 < int(bash.env()["TDP_JOB_END_S"]) - time.time() <= 86400
+
+
+@pytest.mark.parametrize(("early_s", "left_s"), [(-300, 3600), (300, 3300)])
+def test_the_end_of_a_job_is_by_the_clock_of_the_node(bash, early_s: int, left_s: int):
+    """A late clock would see the end too late; an early one sees it early, which is safe."""
+    began_s = time.time() - early_s
+    texts = [
+        time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(x)) for x in (began_s, began_s + 3600)
+    ]
+    shown = "JobId=7 JobState=RUNNING Reason=None StartTime={} EndTime={} NodeList=n1\n"
+    bash(job_of(run=bash.folder), STATE="", END="", SHOWN=shown.format(*texts))
+    assert abs(int(bash.env()["TDP_JOB_END_S"]) - time.time() - left_s) < 30
+
+
+def test_the_id_of_a_chained_job_is_found_among_lines_of_a_wrapper(bash):
+    chain = job_of(run=bash.folder, overrides=["launch.requeue.mode=chain"])
+    bash(chain, WORD="chain time", NEXT="Welcome to the cluster\n8;big\nQuota: 9 TB")
+    assert json.loads(RunDir(bash.folder).records.read_text())["job"] == "8"
 
 
 def test_a_chained_job_comes_from_a_clean_environment_and_is_noted(bash):
