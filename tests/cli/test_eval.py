@@ -207,7 +207,9 @@ EMBEDDING_LAYOUTS = {
 def test_an_embedding_has_the_metrics_of_transformers_on_every_layout(
     ranks, tmp_path, capsys, monkeypatch
 ):
-    """Of a run, and of a folder as sentence-transformers has it: 11 lines in batches of 4."""
+    """Of a run, a folder of transformers, and one as sentence-transformers has it: 11 lines in
+    batches of 4.
+    """
     monkeypatch.setattr(_inference, "run_local", run_in(ranks, wide=True))
     source = str(tmp_path / "source")
     config = {**MODELS["llama"], "vocab_size": 300, "tie_word_embeddings": True}
@@ -225,9 +227,10 @@ def test_an_embedding_has_the_metrics_of_transformers_on_every_layout(
     command = [tmp_path / "mine", "--data", path]
     layouts = [[], *EMBEDDING_LAYOUTS.values()]
     found = [evaluated(capsys, *command, *layout) for layout in layouts]
-    add_sentence_transformers(tmp_path / "source", section, 16)
     folder = [source, "--data", path, "data.num_negatives=1", "data.global_batch=4"]
     folder += ["train.embedding.scale=5", "precision.dtype=float64", f"run.dir={tmp_path}"]
+    found.append(evaluated(capsys, *folder, "data.name=embedding", "data.seq_len=24"))
+    add_sentence_transformers(tmp_path / "source", section, 16)
     found.append(evaluated(capsys, *folder))
     for values in found:
         assert values["loss"] == pytest.approx(loss, rel=1e-9)
@@ -256,9 +259,9 @@ def test_mistakes(ranks, tmp_path, capsys):
     assert "has no tokenizer" in refused(2, source, "--data", text)
     save_tokenizer(source, VOCAB)
     lines = tmp_path / "a.jsonl"
-    lines.write_text('{"text": "alpha"}\nbeta\n')
+    lines.write_text('{"text": "alpha"}\nbeta\n{"text": 3}\n')
     said = refused(2, source, "--data", lines, f"run.dir={tmp_path}")
-    assert f"{lines}:2: not JSON" in said
+    assert [x.split(" ")[2] for x in said.splitlines()[1:]] == [f"{lines}:2:", f"{lines}:3:"]
     np.array([1, VOCAB, 2], np.uint16).tofile(tmp_path / "ids.bin")
     said = refused(1, source, "--data", tmp_path / "ids.bin")
     assert f"token id {VOCAB} at position 1, outside the vocabulary of {VOCAB}" in said

@@ -188,7 +188,7 @@ def eval(
             for part in read_at_start(config).values():
                 tokenized_part(config, part)
         except DataError as error:
-            raise refusal(_COMMAND, [str(error)]) from error
+            raise refusal(_COMMAND, str(error).splitlines()) from error
     result = inference.on_ranks(source, config, EvalRequest(all_data=data is not None))
     if detect(os.environ).rank == 0:
         on = str(data) if data is not None else "validation data"
@@ -373,6 +373,8 @@ def _data_keys(
         keys["data.field"] = plain.field
     if kind != EMBEDDING:
         keys["train.embedding"] = "{}"
+    elif not source.is_run and source.own.model.hf is None:  # our GPT has no embeddings
+        keys |= {"model.hf": quoted(source.path), "model.weights": "null"}
     if spec is not None:
         unread = (key for key in OWN_KEYS if key not in spec.keys)
         keys |= {f"data.{key}": json.dumps(getattr(plain, key)) for key in unread}
