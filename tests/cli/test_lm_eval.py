@@ -195,7 +195,7 @@ def test_chats_are_the_requests_of_lm_evals_own_adapter(ranks, tmp_path, capsys,
 
 def expect_equal(mine: object, other: object) -> None:
     """Of texts, log-likelihoods, or those with whether they are greedy, as samples write them."""
-    if not isinstance(other, str | float):
+    if not isinstance(other, str | float | bool):
         for one, each in zip(mine, other, strict=True):
             expect_equal(one, each)
         return
