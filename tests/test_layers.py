@@ -30,13 +30,16 @@ from tests.package_files import (
 ONLY_ARGUMENTS = ("ddp", "optim", "parallel", "checkpoint", "tools")
 """Folders that take plain arguments and never see the configuration or the launcher."""
 
-BUILDERS = ["build", "data_build", "inference", "job", "parity", "parity_steps", "worker"]
+BUILDERS = [
+    *("build", "data_build", "inference", "job", "parity", "parity_steps", "stage_trace", "worker"),
+]
 """Files of train that read the configuration; the others, and data, get plain arguments."""
 
 MAY_CALL_TORCH_DISTRIBUTED = {
     "checkpoint/formats/dcp.py": "torch's own files, which it reads and writes without a group",
     "harness/late/group.py": "a back end of our own, and a default group of it without peers",
     "harness/late/call.py": "gloo under a back end of our own",
+    "thread_ranks/alone.py": "groups whose other members are not there",
     "thread_ranks/run.py": "a default group for each thread",
     "thread_ranks/transport.py": "a backend of our own",
     "thread_ranks/threads.py": "a world of groups for each thread",

@@ -2,22 +2,24 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from tests.train import parity
 from torchdistpackage.ddp.sharded import ShardedOptimizer
-from torchdistpackage.models.kept_trace import traced
+from torchdistpackage.parallel.tensor.four_bit import PackedProduct
 from torchdistpackage.plan.memory_fit import needs_trace
 from torchdistpackage.plan.peak import PeakMemory, peak_memory
-from torchdistpackage.plan.traffic import microbatch
 from torchdistpackage.tools.activations import storages_of
 from torchdistpackage.tools.live_bytes import LiveBytes, Sizes
 from torchdistpackage.train.memory_note import actual_bytes, noting_memory
+from torchdistpackage.train.stage_trace import traced
+from torchdistpackage.train.staged_model import StagedModel
 from torchdistpackage.train.step import Trainer
 
 
@@ -61,12 +63,13 @@ def measured_and_predicted(runs: list[list[str]]) -> list[tuple[MeasuredMemory, 
     for overrides in runs:
         trainer = parity.trainer(overrides)
         trainer.train_step(1).wait()
-        plan = trainer.plan
-        if needs_trace(plan) and plan.model is not None:
-            model = traced(plan.model, microbatch(plan, 0))
-            assert not isinstance(model, str), model
-            plan = replace(plan, model=model)
-        found.append((_measured(trainer), peak_memory(plan, dist.get_rank())))
+        plan, rank = trainer.plan, dist.get_rank()
+        measured = _measured(trainer)
+        if needs_trace(plan):
+            with_bytes = traced(plan, (0, plan.topology.dense.coord(rank)["pipe"]))
+            assert not isinstance(with_bytes, str), with_bytes
+            plan = with_bytes
+        found.append((measured, peak_memory(plan, rank)))
         trainer.close()
     return found
 
@@ -80,7 +83,13 @@ def _measured(trainer: Trainer) -> MeasuredMemory:
         trainer.phases = boundaries  # type: ignore[assignment]
         trainer.train_step(3).wait()
     parameters = [*trainer.stage.parameters()]
-    weights: list[Tensor] = [*parameters]
+    of_task = () if trainer.task is None else vars(trainer.task).values()
+    references = [x.stage for x in of_task if isinstance(x, StagedModel)]
+    weights: list[Tensor] = [*parameters, *(p for x in references for p in x.parameters())]
+    packed = [
+        x for x in trainer.stage.modules() if isinstance(getattr(x, "product", None), PackedProduct)
+    ]
+    weights += [y for x in packed for y in (x.weight, x.product.state.absmax)]
     gradients = [x.grad for x in parameters if x.grad is not None]
     assert trainer.update.inner is not None
     states = trainer.update.inner.state.values()
@@ -125,6 +134,52 @@ def note_of_exhaustion(overrides: list[str]) -> tuple[str, dict[str, int], PeakM
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     except torch.OutOfMemoryError as error:
         (note,) = error.__notes__
-    found = note, actual_bytes(trainer), peak_memory(trainer.plan, dist.get_rank())
+    plan = trainer.plan
+    if needs_trace(plan):
+        with_bytes = traced(plan)
+        assert not isinstance(with_bytes, str)
+        plan = with_bytes
+    found = note, actual_bytes(trainer), peak_memory(plan, dist.get_rank())
     trainer.close()
     return found
+
+
+class OwnBlock(nn.Module):
+    """A block of a user's own, with a fused attention."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(dim),
+            nn.Linear(dim, 3 * dim),
+            nn.Linear(dim, dim),
+        )
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (
+            y.unflatten(-1, (4, -1)).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, -1)
+        )
+        attended = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(x)
+
+
+def own_chain(dim: int, vocab: int) -> nn.Sequential:
+    blocks = [OwnBlock(dim) for _ in range(4)]
+    return nn.Sequential(
+        nn.Embedding(vocab, dim), *blocks, nn.LayerNorm(dim), nn.Linear(dim, vocab)
+    )
+
+
+class ReadsNumbers(nn.Linear):
+    """A layer that looks at its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * x.abs().max().item())
+
+
+def reads_numbers(dim: int, vocab: int) -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(vocab, dim), ReadsNumbers(dim, vocab))

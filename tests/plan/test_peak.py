@@ -8,6 +8,8 @@ import pytest
 
 from tests.plan.memory_ranks import MeasuredMemory, measured_and_predicted, note_of_exhaustion
 from tests.plan.test_traffic import CONFIGS
+from tests.train import parity, preference_ranks, test_unpaired
+from tests.train.transformers_ranks import save_model
 from torchdistpackage.config.load import loads
 from torchdistpackage.plan.memory_fit import (
     fit_text,
@@ -19,8 +21,9 @@ from torchdistpackage.plan.memory_fit import (
 from torchdistpackage.plan.peak import PeakMemory
 from torchdistpackage.plan.run_plan import Plan, make_plan
 from torchdistpackage.text import size_text
+from torchdistpackage.train.stage_trace import traced
 
-RANKS_IMPORT = ("tests.plan.memory_ranks",)
+RANKS_IMPORT = ("tests.plan.memory_ranks", "peft")
 GPT = [
     *("model.layers=2", "model.dim=64", "model.heads=4", "model.vocab=256", "data.seq_len=64"),
     *("data.args={seq_len: 64, vocab: 256}", "data.target=tests.train.sources:UnevenTokens"),
@@ -124,39 +127,135 @@ def test_so_it_is_in_every_layout(ranks, case):
         expect_predicted(case, *both)
 
 
-TRANSFORMERS = [
-    ("llama",),
-    ("llama", *AUTOCAST),
-    ("llama", BLOCKS),
-    ("llama", "zero=3"),
-    ("qwen3",),
-]
-"""A model of transformers, whose layers are traced, and settings."""
 SIZES = {
     **dict.fromkeys(("hidden_size", "n_embd"), 64),
     **dict.fromkeys(("num_hidden_layers", "n_layer"), 4),
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "vocab_size": 256,
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), 128),
+    **dict.fromkeys(("num_attention_heads", "n_head"), 4),
+    "vocab_size": 300,
+    "n_positions": 64,
 }
+ADAPTERS = "r: 4, alpha: 8, target: [q_proj, v_proj, down_proj]"
+PAIRS = ("data.name=preference", "data.val_fraction=0.2")
+ANSWERS = ("data.name=unpaired_preference", "data.val_fraction=0.2", "train.dpo.loss=kto")
+OWN = ("model.target=tests.plan.memory_ranks:own_chain", "model.args={dim: 64, vocab: 300}")
+TRACED = [
+    ("llama", TP, SP),
+    ("own", *PIPE),
+]
+"""A model of transformers, ours or a user's own, and settings, for which stages run without
+numbers."""
+MORE_TRACED = [
+    ("llama+lora", "data=2", *PAIRS),
+    ("llama", "data=2"),
+    ("llama", "data=2", *AUTOCAST),
+    ("llama", "data=2", BLOCKS),
+    ("llama", "data=2", "zero=3"),
+    ("llama", TP, SP, BLOCKS),
+    ("llama", TP, SP, *AUTOCAST),
+    ("llama", *PIPE),
+    *(("llama", "context=2", f"cp_comm_type={way}") for way in ("p2p", "all_gather", "a2a")),
+    ("qwen3", "data=2"),
+    ("llama+lora", "data=2"),
+    ("llama+lora", TP, SP),
+    ("gpt", "data=2", *PAIRS),
+    ("gpt", TP, *PAIRS),
+    ("gpt", "context=2", *PAIRS),
+    ("gpt", "data=2", *ANSWERS),
+    ("llama+lora", "data=2", *ANSWERS),
+    ("own", "data=2"),
+    ("own", "data=2", "zero=2", *AUTOCAST),
+    ("own", "data=2", BLOCKS),
+]
 
 
-def transformers_run(case: tuple[str, ...], folder: Path) -> list[str]:
-    name, *settings = case
-    path = folder / "config.json"
-    path.write_text(json.dumps({k: SIZES.get(k, x) for k, x in CONFIGS[name].items()}))
-    ours = [x for x in overrides(("data=2", *settings)) if not x.startswith("model.")]
-    return [*ours, f"model.hf={path}"]
+def traced_run(case: tuple[str, ...], folder: Path, ranks) -> list[str]:
+    """The overrides of a case, with the folders that it needs."""
+    (name, _, adapters), settings = case[0].partition("+"), case[1:]
+    run = overrides(settings)
+    if name != "gpt":
+        run = [x for x in run if not x.startswith("model.")]
+    if name == "own":
+        run += ["model.name=null", *OWN]
+    elif name != "gpt":
+        config = {k: SIZES.get(k, x) for k, x in CONFIGS[name].items()} | {"vocab_size": 300}
+        path = folder / "config.json"
+        path.write_text(json.dumps(config))
+        run.append(f"model.hf={path}")
+        if adapters:
+            ranks(1).run(save_model, config, str(folder / name))
+            more = ", load_in_4bit: true" if adapters == "qlora" else ""
+            run += [f"model.hf={folder / name}", f"model.lora={{{ADAPTERS}{more}}}"]
+    keys = PAIRS_KEYS.get(next((x for x in settings if x.startswith("data.name=")), ""))
+    if keys is None:
+        return [
+            *run,
+            "data.args={seq_len: 64, vocab: 300}",
+            *(("model.vocab=300",) * (name == "gpt")),
+        ]
+    run = [x for x in run if not x.startswith(("data.args", "data.target"))]
+    data = [x for x in keys(folder) if name == "gpt" or not x.startswith("model.")]
+    return [*run, *data]
+
+
+PAIRS_KEYS = {
+    "data.name=preference": preference_ranks.data_keys,
+    "data.name=unpaired_preference": test_unpaired.data_keys,
+}
 
 
 @pytest.mark.parametrize(
     "case",
-    [TRANSFORMERS[0], *(pytest.param(x, marks=pytest.mark.full) for x in TRANSFORMERS[1:])],
+    [*TRACED, *(pytest.param(x, marks=pytest.mark.full) for x in MORE_TRACED)],
     ids=" ".join,
 )
-def test_so_it_is_of_traced_models(ranks, case, tmp_path):
-    for (both,) in ranks(2).run(measured_and_predicted, [transformers_run(case, tmp_path)]):
+def test_so_it_is_of_stages_that_ran_without_numbers(ranks, case, tmp_path):
+    run = traced_run(case, tmp_path, ranks)
+    for (both,) in ranks(2).run(measured_and_predicted, [run]):
         expect_predicted(case, *both)
+
+
+@pytest.mark.full
+def test_a_rank_of_a_traced_model_without_memory_says_what_it_predicts(ranks, tmp_path):
+    run = traced_run(("llama", TP), tmp_path, ranks)
+    for note, actual, found in ranks(2).run(note_of_exhaustion, run):
+        rows = {re.split("  +", line.strip())[0]: line for line in note.splitlines()}
+        assert size_text(found.weights) in rows["weights"]
+        assert size_text(actual["weights"]) in rows["weights"]
+        moving = found.activations + found.loss + found.temporary + found.messages
+        assert moving > 0 and size_text(moving) in rows["activations and other tensors"]
+
+
+def in_one_process(*more: str, seq_len: int = 64, batch: int = 8) -> Plan | str:
+    """The traced plan of a user's own chain, or why there is none."""
+    run = [x for x in overrides(("data=2",)) if not x.startswith("model.")]
+    data = f"data.args={{seq_len: {seq_len}, vocab: 300}}"
+    run += [f"data.seq_len={seq_len}", data, f"data.global_batch={batch}"]
+    return traced(make_plan(parity.config([*run, "model.name=null", *OWN, *more]), 2))
+
+
+@pytest.mark.full
+def test_the_longest_sequence_and_the_largest_micro_batch_of_a_traced_model_fit_and_no_more():
+    plan = in_one_process()
+    assert isinstance(plan, Plan)
+    limit = 3 * largest_peak(plan).peak.total
+    longest = longest_seq_len(plan, largest_peak(plan), limit)
+    largest = largest_micro_batch(plan, largest_peak(plan), limit)
+    assert longest is not None and largest is not None and plan.samples_per_microbatch == 2
+    for key, number, more in (
+        ("seq_len", longest, longest + longest // 16),
+        ("batch", 4 * largest, 4 * (largest + 1)),
+    ):
+        at_most, beyond = (in_one_process(**{key: n}) for n in (number, more))  # type: ignore[arg-type]
+        assert isinstance(at_most, Plan) and isinstance(beyond, Plan)
+        assert largest_peak(at_most).peak.total <= 1.001 * limit
+        assert largest_peak(beyond).peak.total > limit
+
+
+def test_a_model_that_reads_numbers_is_named():
+    reads = "model.target=tests.plan.memory_ranks:reads_numbers"
+    found = in_one_process(reads)
+    assert isinstance(found, str) and "reads_numbers" in found and ".item()" in found
 
 
 BIG = [

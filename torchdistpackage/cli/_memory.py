@@ -6,20 +6,21 @@ from dataclasses import replace
 from torchdistpackage.cli._common import wrap
 from torchdistpackage.lazy import resolve
 from torchdistpackage.plan.memory_fit import (
+    RankPeak,
     fit_text,
     largest_micro_batch,
     largest_peak,
     longest_seq_len,
     memory_limit,
     needs_trace,
+    recomputing,
     unpredicted_memory,
 )
 from torchdistpackage.plan.run_plan import Plan, StageLoad
-from torchdistpackage.plan.traffic import microbatch
 from torchdistpackage.text import size_text, text_table
 
-TRACED = "torchdistpackage.models.kept_trace:traced"
-"""Import path of what needs torch and transformers."""
+TRACED = "torchdistpackage.train.stage_trace:traced"
+"""Import path of what needs torch, and for model.hf transformers."""
 
 
 def peak_line(plan: Plan, loads: Sequence[StageLoad], device: str | None = None) -> str:
@@ -33,13 +34,13 @@ def peak_line(plan: Plan, loads: Sequence[StageLoad], device: str | None = None)
 def memory_table(plan: Plan, device: str | None = None, *, traces: bool = True) -> str:
     """Return the peak by kind, and the longest sequence and largest micro-batch that fit.
 
-    traces: run the blocks of a model of transformers without memory, which takes seconds.
+    traces: run stages without memory where that alone shows what they keep, which takes seconds.
     """
-    if traces and needs_trace(plan) and plan.model is not None:
-        model = resolve(TRACED)(plan.model, microbatch(plan, 0))
-        if isinstance(model, str):
-            return wrap(f"predicted peak: {model}")
-        plan = replace(plan, model=model)
+    if traces and needs_trace(plan):
+        found = resolve(TRACED)(plan)
+        if isinstance(found, str):
+            return wrap(f"predicted peak: {found}")
+        plan = found
     if (why := unpredicted_memory(plan)) is not None:
         return wrap(f"predicted peak: {why}")
     largest_rank, limit = largest_peak(plan), memory_limit(plan, device)
@@ -52,7 +53,7 @@ def memory_table(plan: Plan, device: str | None = None, *, traces: bool = True) 
     if limit is None:
         lines.append("train.memory_gb, or a device, tells whether it fits")
         return wrap("\n".join(lines))
-    lines.append(fit_text(plan, largest_rank, limit))
+    lines.append(fit_text(plan, largest_rank, limit, _recomputed(plan, largest_rank, limit)))
     longest = longest_seq_len(plan, largest_rank, limit)
     largest = largest_micro_batch(plan, largest_rank, limit)
     lines.append(
@@ -66,3 +67,11 @@ def memory_table(plan: Plan, device: str | None = None, *, traces: bool = True) 
         else "not even one sequence fits in a micro-batch"
     )
     return wrap("\n".join(lines))
+
+
+def _recomputed(plan: Plan, found: RankPeak, limit: float) -> Plan | None:
+    """Return the plan with the blocks computed again, where stages have to run once more for it."""
+    if not plan.traced or found.peak.total <= limit or plan.config.train.recompute != "none":
+        return None
+    other = resolve(TRACED)(recomputing(replace(plan, traced={})))
+    return None if isinstance(other, str) else other

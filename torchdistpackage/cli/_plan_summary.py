@@ -60,7 +60,7 @@ def summary(
 def _memory(plan: Plan, device: str | None) -> list[tuple[str, str]]:
     if plan.shape is None:
         text = f"parameters are known only after {plan.config.model.target} has built the model"
-        return [("memory", text)]
+        return [("memory", f"{text}; --memory builds it without memory")]
     number, trained = num_parameters(plan), num_trained(plan)
     some = "" if trained == number else f", of which {trained:,} are trained"
     loads = stage_loads(plan)

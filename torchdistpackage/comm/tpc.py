@@ -323,7 +323,13 @@ class ProcessTopology:
     def using(self, topology: Topology, rank: int) -> Iterator["ProcessTopology"]:
         """Act as `rank` of `topology` inside the block, without processes or groups."""
         moe = topology.expert.axis_size("expert") > 1
-        token = _override.set(RankContext(topology, rank, None, moe))
+        with self.acting(RankContext(topology, rank, None, moe)):
+            yield self
+
+    @contextmanager
+    def acting(self, context: RankContext) -> Iterator["ProcessTopology"]:
+        """Act as the rank of `context` inside the block."""
+        token = _override.set(context)
         try:
             yield self
         finally:

@@ -159,7 +159,9 @@ class MemoryBounds:
         self.run, self.world_size, self.base, self.on_gpu = run, world_size, base, on_gpu
         self.sizes = sizes_of(base)
         self.units = ModelUnits.of(base.model)
-        self.counts_activations = unpredicted_memory(base) is None
+        # what a run chooses to compute again (auto) may keep less than its layers state
+        is_auto = run.train.recompute == "auto"
+        self.counts_activations = unpredicted_memory(base) is None and not is_auto
         has_copy = base.numbers.weights != base.numbers.gradients
         is_frozen = not all(base.is_trained(name) for name in base.layouts)
         self._third_stage = _ThirdStage(

@@ -7,11 +7,11 @@ the last, which has the logits, and the one with the most weights and state.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import Any
+from typing import Any, cast
 
 from torchdistpackage.environment.gpu_sharing import memory_fraction
 from torchdistpackage.models.gpt_layout import GPTShape
-from torchdistpackage.models.transformers_layout import TransformersShape
+from torchdistpackage.plan.memory import MemoryEstimate
 from torchdistpackage.plan.peak import PeakMemory, flat_memory, peak_memory
 from torchdistpackage.plan.run_plan import Plan, StageLoad, stage_loads
 from torchdistpackage.plan.step_time import device_of
@@ -28,41 +28,36 @@ class RankPeak:
 
 def unpredicted_memory(plan: Plan) -> str | None:
     """Return why the peak of this plan is not predicted, or None."""
-    if plan.model is None:
-        return "activations are not counted for a model of your own"
-    if needs_trace(plan):
-        return "--memory counts activations too"
-    if not isinstance(plan.shape, GPTShape) and not _is_traced(plan):
-        return (
-            "activations of model.hf are not counted for tensor, context or expert ranks or 4 bits"
-        )
-    if plan.config.data.is_preference:
-        return "activations are not counted for pairs of answers, whose reference runs besides"
-    if plan.config.data.is_embedding:
-        return "activations are not counted for texts to compare"
-    if plan.teacher is not None:
-        return "activations are not counted for a run whose teacher runs besides"
-    if plan.config.data.head is not None:
-        return "activations are not counted for a head in place of that for the next token"
-    if plan.config.model.loss is not None:
-        return f"activations are not counted, as {plan.config.model.loss} may keep any"
-    if plan.config.train.recompute == "offload":
+    train = plan.config.train
+    if train.distill.is_on:
+        return "activations are not counted for a run with a teacher (train.distill)"
+    if train.recompute == "offload":
         return "activations that wait in host memory are not counted (train.recompute: offload)"
-    if plan.config.train.recompute == "auto":
+    is_auto = train.recompute == "auto"
+    if is_auto and (plan.traced or needs_trace(plan)):
         return "activations take what train.memory_gb leaves (train.recompute: auto)"
-    return None
+    return "--memory counts activations too" if needs_trace(plan) else None
 
 
 def needs_trace(plan: Plan) -> bool:
-    """Return whether a trace (models/kept_trace.py) can state what the layers of this plan keep."""
-    size = plan.topology.dense.axis_size
-    is_split = max(size("tensor"), size("context"), plan.config.parallel.expert) > 1
-    is_plain = isinstance(plan.shape, TransformersShape) and not is_split and not plan.packed
-    return is_plain and not _is_traced(plan)
+    """Return whether stages have to run without numbers (train/stage_trace.py) to show what they
+    keep: those of transformers or of a user's own, and any with the loss of a task or a user's."""
+    if plan.traced:
+        return False
+    data, is_ours = plan.config.data, isinstance(plan.shape, GPTShape)
+    has_task = data.spec is not None and bool(data.spec.task)
+    return not is_ours or has_task or plan.config.model.loss is not None
 
 
-def _is_traced(plan: Plan) -> bool:
-    return "lines" in getattr(plan.model, "__dict__", {})
+def asked_places(plan: Plan, loads: Sequence[StageLoad] = ()) -> list[int]:
+    """Return the pipe indices whose ranks are asked for their peak: those that may need most, or
+    all with a user's own model. loads: the `stage_loads` of the plan, where they are known.
+    """
+    if plan.model is None:
+        return [*range(len(plan.schedule.programs))]
+    loads = loads or stage_loads(plan)
+    largest = max(loads, key=lambda load: load.memory.total_bytes).index
+    return sorted({0, largest, len(loads) - 1})
 
 
 def largest_peak(
@@ -70,14 +65,32 @@ def largest_peak(
 ) -> RankPeak:
     """Return the rank that needs most, of a plan for which `unpredicted_memory` has no reason.
 
-    loads: its `stage_loads`, where they are known. on_gpu: as in `peak_memory`.
+    loads: as in `asked_places`. on_gpu: as in `peak_memory`.
     """
-    loads = loads or stage_loads(plan)
-    largest = max(loads, key=lambda load: load.memory.total_bytes).index
     mesh = plan.topology.dense
-    ranks = [mesh.rank({"pipe": i}) for i in sorted({0, largest, len(loads) - 1})]
-    peaks = [RankPeak(rank, peak_memory(plan, rank, on_gpu=on_gpu)) for rank in ranks]
+    ranks = [mesh.rank({"pipe": i}) for i in asked_places(plan, loads)]
+    peaks = [RankPeak(rank, rank_peak(plan, rank, on_gpu=on_gpu)) for rank in ranks]
     return max(peaks, key=lambda each: each.peak.total)
+
+
+def rank_peak(
+    plan: Plan,
+    rank: int,
+    *,
+    on_gpu: bool | None = None,
+    flat: tuple[MemoryEstimate, float] | None = None,
+) -> PeakMemory:
+    """Return the `peak_memory` of a rank; with `train.recompute: auto` the most that the run lets
+    activations take: what train.memory_gb leaves beside the state, and no less than blocks take."""
+    flat = flat or flat_memory(plan, rank)
+    peak = peak_memory(plan, rank, on_gpu=on_gpu, flat=flat)
+    train = plan.config.train
+    if train.recompute != "auto" or train.memory_gb is None:
+        return peak
+    fewest = peak_memory(recomputing(plan), rank, on_gpu=on_gpu, flat=flat)
+    left = train.memory_gb * 1e9 - flat[0].state_bytes - peak.communicators - peak.loss
+    activations = min(peak.activations, max(left, fewest.activations))
+    return replace(peak, activations=activations, is_exact=False)
 
 
 def memory_limit(plan: Plan, device: str | None = None) -> float | None:
@@ -92,19 +105,23 @@ def memory_limit(plan: Plan, device: str | None = None) -> float | None:
     return found.memory_bytes * memory_fraction(plan.ranks_per_gpu)
 
 
-def fit_text(plan: Plan, found: RankPeak, limit: float) -> str:
-    """Return whether a rank fits, and how much recomputation would need if it does not."""
+def fit_text(plan: Plan, found: RankPeak, limit: float, recomputed: Plan | None = None) -> str:
+    """Return whether a rank fits, and how much recomputation would need if it does not.
+
+    recomputed: the plan with blocks computed again, traced; None: as their layers state it.
+    """
     need = found.peak.total
     sizes = f"{size_text(need)} of {size_text(limit)} on rank {found.rank}"
     if need <= limit:
         return f"fits: {sizes}"
-    if plan.config.train.recompute != "none":
+    if plan.config.train.recompute != "none" or (plan.traced and recomputed is None):
         return f"does not fit: needs {sizes}"
-    fewer = peak_memory(_recomputing(plan), found.rank).total
+    fewer = peak_memory(recomputed or recomputing(plan), found.rank).total
     return f"does not fit: needs {sizes}; train.recompute: blocks would need {size_text(fewer)}"
 
 
-def _recomputing(plan: Plan) -> Plan:
+def recomputing(plan: Plan) -> Plan:
+    """Return the plan with `train.recompute: blocks`."""
     config = plan.config
     train = config.train.model_copy(update={"recompute": "blocks"})
     return replace(plan, config=config.model_copy(update={"train": train}))
@@ -116,14 +133,13 @@ def longest_seq_len(plan: Plan, found: RankPeak, limit: float) -> int | None:
     """
     size = plan.topology.dense.axis_size
     step = lcm(2 * size("context"), size("tensor"))
-    shape: Any = plan.shape
-    step *= max(shape.seq_len // (64 * step), 1)
+    step *= max(plan.config.data.seq_len // (64 * step), 1)
 
     flat = flat_memory(plan, found.rank)
 
     def needs(number: int) -> float:
         longer = _with_seq_len(plan, number * step)
-        return peak_memory(longer, found.rank, flat=flat).total
+        return rank_peak(longer, found.rank, flat=flat).total
 
     return _most(needs, limit, step)
 
@@ -139,13 +155,17 @@ def largest_micro_batch(plan: Plan, found: RankPeak, limit: float) -> int | None
     def needs(number: int) -> float:
         data = plan.config.data.model_copy(update={"global_batch": number * batch})
         changed = replace(plan, config=plan.config.model_copy(update={"data": data}))
-        return peak_memory(changed, found.rank, flat=flat).total
+        return rank_peak(changed, found.rank, flat=flat).total
 
     return _most(needs, limit, 1)
 
 
 def _with_seq_len(plan: Plan, seq_len: int) -> Plan:
-    model: Any = plan.model
+    config, model = plan.config, cast(Any, plan.model)
+    data = config.data.model_copy(update={"seq_len": seq_len})
+    plan = replace(plan, config=config.model_copy(update={"data": data}))
+    if model is None:
+        return plan
     return replace(plan, model=replace(model, shape=replace(model.shape, seq_len=seq_len)))
 
 

@@ -91,9 +91,11 @@ def peak_memory(
     communicators = rank_memory(plan, rank, (), on_gpu=on_gpu).communicators_bytes
     state, buckets = flat or flat_memory(plan, rank)
     of = microbatch(plan, rank)
-    absent = _absent(plan, on_gpu)
+    absent = set[str]() if plan.traced else _absent(plan, on_gpu)
     stages = {
-        s: _stage_bytes(plan, plan.stages[s], of, on_gpu, absent)
+        s: _traced_bytes(plan, s, of)
+        if plan.traced
+        else _stage_bytes(plan, plan.stages[s], of, on_gpu, absent)
         for s in plan.schedule.stages_of(place)
     }
     held, kept = _worst(flatten(plan.schedule.programs[place]), stages)
@@ -285,6 +287,20 @@ def _stage_bytes(
     )
 
 
+def _traced_bytes(plan: Plan, stage: int, of: Microbatch) -> _StageBytes:
+    """Return the bytes of one micro-batch of a stage that ran without numbers."""
+    found = plan.traced[stage].at(of.rows)
+    kept = _Moment(found.kept, found.loss)
+    layers = () if plan.model is None else plan.model.layer_numbers(plan.stages[stage], of)
+    return _StageBytes(
+        kept,
+        _Moment(min(sum(_deferred(layer, of) for layer in layers), kept.total)),
+        replace(kept, temporary=found.forward - kept.total),
+        replace(kept, temporary=found.backward - kept.total),
+        not any("expert" in x.split_axes for x in plan.layouts.values()),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class LeastBytes:
     """Bytes that some pieces take at least of a micro-batch: from its forward to its backward, from
@@ -322,7 +338,7 @@ def _units(layers: Sequence[LayerNumbers]) -> list[list[int]]:
 def _absent(plan: Plan, on_gpu: bool) -> set[str]:
     """Return what no layer keeps on this device, or with heads that context ranks exchange: these
     are joined with their queries and keys."""
-    absent = {"scores"} if on_gpu else set[str]()
+    absent = {"scores", "norm in steps"} if on_gpu else set[str]()
     is_split = plan.topology.dense.axis_size("context") > 1
     if is_split and EXCHANGES[attention_of_rank(plan)[0]].swap != "none":
         absent.add("turned queries and keys")
@@ -355,8 +371,6 @@ def _temporary(layer: LayerNumbers, of: Microbatch, experts: int, on_gpu: bool) 
     come together.
     """
     kept, matmuls = layer.kept, layer.matmuls
-    if layer.temporary is not None:
-        return layer.temporary
     if "logits" in kept:
         logits = kept["logits"]
         narrow = of.products != of.losses
@@ -413,6 +427,8 @@ def _deferred(layer: LayerNumbers, of: Microbatch) -> float:
 
 def _stream_bytes(plan: Plan, of: Microbatch) -> float:
     """Return the bytes of what goes from block to block."""
+    if plan.traced:
+        return max(stage.at(of.rows).stream for stage in plan.traced.values())
     assert plan.shape is not None
     parts = of.tensor if plan.shape.sequence_parallel else 1
     return of.rows // parts * plan.shape.dim * ITEM_BYTES[of.stream]

@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torchdistpackage.config.all_problems import WHOLE_FILE
@@ -39,6 +39,7 @@ from torchdistpackage.plan.memory import (
 from torchdistpackage.plan.stage_partition import ModelUnits, Stages
 from torchdistpackage.plan.stage_partition import stages as find_stages
 from torchdistpackage.plan.teacher import teacher_config
+from torchdistpackage.plan.traced_stage import TracedStage
 from torchdistpackage.plan.user_code import user_targets
 from torchdistpackage.schedule.actions import ActionKind, Program, Schedule, flatten
 from torchdistpackage.schedule.engine import Timeline
@@ -84,6 +85,7 @@ class Plan:
     pieces: names a pipeline may be cut between. pipeline: stages, their order and its prediction.
     layouts: by global parameter name.
     teacher: of a model that this one is distilled from, on the same ranks.
+    traced: by number, what stages hold whose layers do not state it.
     """
 
     config: RunConfig
@@ -93,6 +95,7 @@ class Plan:
     pipeline: Stages
     layouts: dict[str, Layout]
     teacher: "Plan | None" = None
+    traced: Mapping[int, TracedStage] = field(default_factory=dict[int, TracedStage])
 
     @property
     def cp_comm_type(self) -> str:

@@ -125,10 +125,10 @@ def microbatch(plan: Plan, rank: int) -> Microbatch:
     """Return the sizes and types of the input that the layers of `rank` get at a time."""
     config, size = plan.config, plan.topology.dense.axis_size
     numbers = plan.numbers
-    assert plan.shape is not None
+    seq_len = config.data.seq_len if plan.shape is None else plan.shape.seq_len
     return Microbatch(
         samples=plan.samples_per_microbatch,
-        tokens=plan.shape.seq_len // size("context"),
+        tokens=seq_len // size("context"),
         tensor=size("tensor"),
         index=plan.topology.dense.coord(rank)["tensor"],
         expert=config.parallel.expert,

@@ -465,11 +465,38 @@ def _stage(
     """Return this rank's stages with their initial weights, layouts by local name, and the loss of
     the last stage. tensor: ranks that share layers; None: those of the run.
     """
-    config, mesh = plan.config, plan.topology.dense
-    dtype = getattr(torch, plan.numbers.weights.dtype)
+    config = plan.config
+    stage, layouts, loss = make_stages(plan, tpc.get_pp_rank(), device, sequence, tensor)
+    if plan.model is None:
+        seed_rank(config.run.seed, plan.topology.dense, tpc.rank)
+    elif (folder := config.model.initial_folder) is not None:
+        with fail_together(tpc.get_group("global"), f"reading {folder}"):
+            load_weights = resolve(plan.model.weights_loader)
+            for module in stage.children():
+                load_weights(module, folder)
+        drawn = collect_initials(stage) if config.model.lora.target else {}
+        drawn = {n: x for n, x in drawn.items() if is_adapter(layouts[n].name)}
+        initialize(stage, layouts, plan.topology, tpc.rank, config.run.seed, drawn)
+        return stage, layouts, loss
+    initialize(stage, layouts, plan.topology, tpc.rank, config.run.seed)
+    return stage, layouts, loss
+
+
+def make_stages(
+    plan: Plan,
+    index: int,
+    device: torch.device,
+    sequence: SequenceAttention,
+    tensor: Group | None = None,
+) -> tuple[TrainStages, dict[str, Layout], LossFn]:
+    """Return the stages of pipe index `index` with weights that are not set yet, layouts by local
+    name, and the loss of the last stage.
+    """
+    config, dtype = plan.config, getattr(torch, plan.numbers.weights.dtype)
     loss, whole_outputs = token_cross_entropy, None
     if plan.model is not None:
-        stages = _named(plan, dtype, device, sequence, tensor or tpc.get_group("tensor"))
+        group = tensor or tpc.get_group("tensor")
+        stages = _named(plan, index, dtype, device, sequence, group)
         layouts = {s: module.layouts() for s, module in stages.items()}
         _tie(stages, layouts)
         any_stage = next(iter(stages.values()))
@@ -483,12 +510,11 @@ def _stage(
             config.model.target,
             config.model.args,
             plan.schedule.placement,
-            tpc.get_pp_rank(),
+            index,
             cut=partial(own_cut, plan),
         )
         for module in stages.values():
             module.to(device=device, dtype=dtype)
-        seed_rank(config.run.seed, mesh, tpc.rank)
     stage = TrainStages(stages)
     named = {name for name, _ in stage.named_parameters()}
     layouts = {name: layout for name, layout in by_name.items() if name in named}
@@ -496,27 +522,18 @@ def _stage(
         loss = smoothed(loss, stage, config.train.label_smoothing)
     if config.model.loss is not None:
         loss = from_user(user_object(config.model.loss), whole_outputs)
-    if plan.model is not None and (folder := config.model.initial_folder) is not None:
-        with fail_together(tpc.get_group("global"), f"reading {folder}"):
-            load_weights = resolve(plan.model.weights_loader)
-            for module in stages.values():
-                load_weights(module, folder)
-        drawn = collect_initials(stage) if config.model.lora.target else {}
-        drawn = {n: x for n, x in drawn.items() if is_adapter(layouts[n].name)}
-        initialize(stage, layouts, plan.topology, tpc.rank, config.run.seed, drawn)
-    else:
-        initialize(stage, layouts, plan.topology, tpc.rank, config.run.seed)
     return stage, layouts, loss
 
 
 def _named(
     plan: Plan,
+    index: int,
     dtype: torch.dtype,
     device: torch.device,
     sequence: SequenceAttention,
     tensor: Group,
 ) -> dict[int, nn.Module]:
-    """Return this rank's stages of one of our models."""
+    """Return the stages of a pipe index, of one of our models."""
     assert plan.model is not None
     make = resolve(plan.model.module)
     return {
@@ -531,7 +548,7 @@ def _named(
             dtype=dtype,
             device=device,
         )
-        for stage in plan.schedule.stages_of(tpc.get_pp_rank())
+        for stage in plan.schedule.stages_of(index)
     }
 
 

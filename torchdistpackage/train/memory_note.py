@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from torchdistpackage.ddp.sharded import ShardedOptimizer
-from torchdistpackage.plan.memory_fit import unpredicted_memory
+from torchdistpackage.plan.memory_fit import needs_trace, unpredicted_memory
 from torchdistpackage.plan.peak import PeakMemory, flat_memory, peak_memory
 from torchdistpackage.plan.run_plan import Plan
 from torchdistpackage.text import size_text, text_table
 from torchdistpackage.tools.activations import storages_of
+from torchdistpackage.train.stage_trace import traced
 from torchdistpackage.train.step import Trainer
 
 _ON_HOST = "can't allocate memory"
@@ -85,7 +86,11 @@ def actual_bytes(trainer: Trainer) -> dict[str, int]:
 
 def _predicted(plan: Plan, rank: int, *, on_gpu: bool) -> dict[str, float]:
     """Return the predicted bytes under the kinds that a rank can count."""
-    if plan.model is None:
+    if needs_trace(plan):
+        place = plan.topology.dense.coord(rank)["pipe"]
+        found = traced(plan, (0, place) if place else (0,))
+        plan = plan if isinstance(found, str) else found
+    if not plan.layouts:
         return {}
     if unpredicted_memory(plan) is not None:
         state, buckets = flat_memory(plan, rank)

@@ -26,8 +26,7 @@ class LayerNumbers:
     layer: its path in the model. calls: forward and backward, with what recomputation repeats.
     matmuls: of the forward. kept: bytes of each activation that autograd keeps for the backward,
     with kernels of the CPU. is_exact: it keeps these bytes on every rank and kernel; without it
-    they are those of experts chosen alike, or of a kernel that may keep more. temporary: bytes that
-    its backward takes besides, where they were traced.
+    they are those of experts chosen alike, or of a kernel that may keep more.
     """
 
     layer: str
@@ -35,7 +34,6 @@ class LayerNumbers:
     matmuls: tuple[Matmul, ...] = ()
     kept: Mapping[str, int] = field(default_factory=dict[str, int])
     is_exact: bool = True
-    temporary: int | None = None
 
     @property
     def flops(self) -> float:
@@ -96,9 +94,10 @@ def norm(place: "CallPlace", dim: int, kind: str) -> LayerNumbers:
     rows, item = place.rows, ITEM_BYTES[place.of.stream]
     if kind == "layer":
         kept = {"norm input": rows * dim * item, "norm": 2 * rows * item}
-    else:  # torch computes it by operations of float32, of which two keep a tensor
+    else:  # on a CPU by operations of float32, of which two keep a tensor; on a GPU by a kernel
         wide = max(item, 4)
-        kept = {"norm input": rows * dim * wide, "norm": rows * dim * wide + rows * wide}
+        kept = {"norm input": rows * dim * item, "norm": rows * wide}
+        kept["norm in steps"] = rows * dim * (2 * wide - item)
     return LayerNumbers("norm", kept=kept)
 
 
