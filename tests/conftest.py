@@ -55,14 +55,20 @@ _TRANSFORMERS = (
     "transformers.models.llama.modeling_llama",
 )
 PRELOAD = {
-    **dict.fromkeys(("comm", "environment", "launch", "layout", "topology"), _EVERY),
-    **dict.fromkeys(("compat", "ddp", "harness", "parallel", "tools"), _OPTIMIZERS),
+    **dict.fromkeys(("environment", "launch", "layout", "topology"), _EVERY),
+    **dict.fromkeys(("comm", "compat", "ddp", "harness", "parallel", "tools"), _OPTIMIZERS),
     **dict.fromkeys(("checkpoint", "data", "examples", "optim"), _RUNS),
     **dict.fromkeys(("cli", "docs", "models", "plan", "train"), _TRANSFORMERS),
 }
 """Folder -> what its ranks import, once for all: a first optimizer alone imports torch._dynamo,
 which takes seconds. Of other folders all. Files whose tests ask for ranks are imported too; what
 these load later than at their import, a file names as `RANKS_IMPORT`."""
+_DEAR = {
+    "torch._dynamo": re.compile(r"optim|compile"),
+    "transformers": re.compile(r"transformers|hugging|llama|gpt2|lora|\bhf\b"),
+}
+"""Imports that take seconds each -> what a file whose ranks need them says, or a file of tests that
+it imports. Where one guesses wrong, ranks import by themselves."""
 _ON_RANKS = re.compile(r"^def test_\w+\([^)]*\b(?:ranks|pool|tdp|forks)\b", re.MULTILINE)
 _RANKS_IMPORT = re.compile(r"^RANKS_IMPORT = (\([^)]*\))", re.MULTILINE)
 OWN_TRANSPORT = pytest.StashKey[dict[str, str]]()
@@ -127,10 +133,22 @@ def pytest_collection(session: pytest.Session) -> None:
         named = _RANKS_IMPORT.search(text)
         imports = ast.literal_eval(named[1]) if named else ()
         name = path.relative_to(Path(__file__).parents[1]).with_suffix("")
-        folder = PRELOAD.get(_folder_of(path), _TRANSFORMERS)
-        early = _pool([*folder, *imports, ".".join(name.parts)])
+        early = _pool([*_needed(path, text), *imports, ".".join(name.parts)])
         assert early.server.folder  # which starts it
         config.stash[EARLY] = early
+
+
+def _needed(path: Path, text: str) -> list[str]:
+    """Return what of the preload of its folder the ranks of one file need."""
+    root = Path(__file__).parents[1]
+    for module in re.findall(r"^from (tests\.[\w.]+) import", text, re.MULTILINE):
+        helper = root.joinpath(*module.split(".")).with_suffix(".py")
+        text += helper.read_text("utf-8") if helper.is_file() else ""
+    preload = PRELOAD.get(_folder_of(path), _TRANSFORMERS)
+    if path.relative_to(Path(__file__).parent).as_posix().startswith(UNDER_LATE):
+        text += "compile"  # the modes of the late transport are hidden from it, which imports it
+    needless = tuple(name for name, words in _DEAR.items() if not words.search(text))
+    return [name for name in preload if not name.startswith(needless)]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
