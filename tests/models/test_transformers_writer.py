@@ -9,6 +9,7 @@ import pytest
 
 from tests.models.coverage import settings
 from torchdistpackage.config.packages import is_before
+from torchdistpackage.errors import NotAvailableError
 from torchdistpackage.families.registry import FAMILIES, SPLIT_ALONE
 from torchdistpackage.families.written import FILE
 from torchdistpackage.layout.layout import Layout
@@ -23,7 +24,7 @@ from torchdistpackage.models.transformers_layout import (
     split_table,
 )
 from torchdistpackage.models.transformers_meta import on_meta
-from torchdistpackage.models.transformers_writer import WRITTEN, as_text, symbolic_table
+from torchdistpackage.models.transformers_writer import WRITTEN, _Probe, as_text, symbolic_table
 
 pytestmark = pytest.mark.skipif(
     is_before("transformers", "5"), reason="the defaults of classes are read of transformers 5"
@@ -140,3 +141,11 @@ def test_a_written_table_cuts_as_the_finder_cuts(family, tensor):
 def test_a_written_table_cuts_random_settings_as_the_finder_cuts(family, seed):
     # the finder tries a copy of at most 4 heads, which 3 ranks cannot share though the model's do
     expect_cuts_of_the_finder(*drawn_settings(family, seed, counts=(1, 2, 4)))
+
+
+def test_weights_that_are_drawn_as_no_table_states_are_refused():
+    probe, name = _Probe("llama"), "model.layers.0.mlp.up_proj.weight"
+    assert probe._start(name) == "normal"
+    probe.model.get_parameter(name).data.mul_(1.5)
+    with pytest.raises(NotAvailableError, match=name):
+        probe._start(name)

@@ -25,6 +25,20 @@ def ranks(text: str, axis: str) -> dict[int, tuple[int, str]]:
     }
 
 
+def labels(text: str, axis: str) -> dict[int, tuple[float, float]]:
+    """Of each rank where its number stands, from the corner of its box."""
+    (panel,) = [g for g in ET.fromstring(text).iter(f"{SVG}g") if g.get("data-axis") == axis]
+    boxes = {x.attrib["data-rank"]: x for x in panel.iter(f"{SVG}rect") if "data-rank" in x.attrib}
+    numbers = {str(x.text): x for x in panel.iter(f"{SVG}text") if str(x.text) in boxes}
+    return {
+        int(rank): (
+            float(numbers[rank].attrib["x"]) - float(box.attrib["x"]),
+            float(numbers[rank].attrib["y"]) - float(box.attrib["y"]),
+        )
+        for rank, box in boxes.items()
+    }
+
+
 @pytest.mark.parametrize("axis", ["data", "pipe", "tensor"])
 def test_a_group_has_one_colour(axis: str):
     text = placement_svg("run", [(axis, MESH)], 8)
@@ -33,6 +47,7 @@ def test_a_group_has_one_colour(axis: str):
     for number, group in enumerate(MESH.groups((axis,))):
         assert {found[rank] for rank in group} == {(number, colour_of(number))}
     assert text.count("data-node") == 2
+    assert labels(text, axis) == dict.fromkeys(range(16), (15.0, 19.0))
     where = {"data": "over 2 nodes", "pipe": "each inside a node", "tensor": "each inside a node"}
     assert f"of {MESH.axis_size(axis)}, {where[axis]}" in text
 

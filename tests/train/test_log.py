@@ -197,6 +197,22 @@ def test_the_curve_is_drawn_from_the_metrics_file_alone(tmp_path):
     assert bare.read_bytes() == path.read_bytes()
 
 
+def test_the_curve_has_the_losses_of_training_and_of_validations(tmp_path, monkeypatch):
+    axes, drawn = pytest.importorskip("matplotlib.axes").Axes, {}
+    plot = axes.plot
+
+    def note(self, *values, label, **style):
+        drawn[label] = [[*x] for x in values if not isinstance(x, str)]
+        return plot(self, *values, label=label, **style)
+
+    monkeypatch.setattr(axes, "plot", note)
+    with MetricsLog(tmp_path) as metrics:
+        metrics.write(1, loss=4.0)
+        metrics.write(2, loss=2.0, val_loss=3.0)
+    plot_loss(metrics.path)
+    assert drawn == {"training": [[1, 2], [4.0, 2.0]], "validation": [[2], [3.0]]}
+
+
 def test_a_missing_matplotlib_costs_the_picture_and_one_line(tmp_path, monkeypatch, caplog):
     with MetricsLog(tmp_path) as metrics:
         metrics.write(1, loss=1.0)

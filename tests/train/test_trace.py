@@ -208,6 +208,21 @@ def test_a_trace_is_summed_up(tmp_path):
     assert trace_file.png(trace).startswith(b"\x89PNG")
 
 
+def test_the_picture_has_bars_as_long_as_the_slices(tmp_path, monkeypatch):
+    axes, rows = pytest.importorskip("matplotlib.axes").Axes, []
+    draw = axes.broken_barh
+
+    def note(self, bars, *place, **style):
+        rows.append(sum(length for _, length in bars))
+        return draw(self, bars, *place, **style)
+
+    monkeypatch.setattr(axes, "broken_barh", note)
+    write_trace(tmp_path / "trace.json", invented(), "mine", "gpipe")
+    trace_file.png(trace_file.read_trace(tmp_path))
+    # milliseconds of the schedule of rank 0, of its waits for calls, and of the schedule of rank 1
+    assert rows == pytest.approx([3000, 3500, 3000])
+
+
 @pytest.mark.parametrize(
     ("content", "text"),
     [
