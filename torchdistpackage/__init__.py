@@ -71,6 +71,7 @@ NAMES: dict[str, str] = {
     "tensor_parallel": "models.tensor_parallel:tensor_parallel",
     "save_tensor_parallel": "parallel.auto.saving:save_tensor_parallel",
     "clip_grad_norm_": "optim.clip:clip_grad_norm_",
+    "Muon": "optim.muon:Muon",
     "GradScaler": "optim.scaler:GradScaler",
     "Callback": "train.loop:Callback",
     # tools around any model; more in torchdistpackage.tools

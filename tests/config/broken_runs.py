@@ -359,9 +359,9 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "optim.target=a:B parallel.tensor=2 use data, pipe, context zero adamw",
     ),
     (
-        {"optim__name": "muon", "parallel__tensor": 2},
+        {"optim__name": "adafactor", "parallel__tensor": 2},
         "optim.name",
-        "optim.name=muon parallel.tensor=2 use data, pipe, context zero adamw",
+        "optim.name=adafactor parallel.tensor=2 use data, pipe, context zero adamw",
     ),
     ({"data__name": None}, "data.name", "data.name data.target"),
     (

@@ -54,6 +54,7 @@ TELLING = [
     (4, "gpt2", "context=2", TP, "cp_comm_type=p2p", REDUCE),
     (4, "llama+lora", "data=2", TP, SP, "zero=1", "train.recompute=blocks"),
     (4, "gpt", "data=4", "zero=3", "zero_group=2", *BF16, REDUCE),
+    (4, "gpt", "data=2", "tensor=2", "zero=1", "optim.name=muon"),
     (4, "gpt", "data=4", "zero=2", "optim.name=muon", "train.recompute=auto", "train.memory_gb=1"),
 ]
 """(4 ranks, model, settings, of which those without a section are of parallel)."""

@@ -21,7 +21,16 @@ from torchdistpackage.train.train_state import resume as resume_from
 RANKS_IMPORT = ("bitsandbytes",)
 CONFIG = Path(__file__).parents[2] / "configs" / "gpt_tiny.yaml"
 LAYOUTS = {
-    "muon": [{"data": 2}, {"pipe": 2}, {"data": 2, "zero": 1}],
+    "muon": [
+        {"tensor": 2},
+        {"data": 2, "tensor": 2, "zero": 1},
+        {"data": 2},
+        {"pipe": 2},
+        {"data": 2, "zero": 1},
+        {"data": 2, "tensor": 2, "zero": 3},
+        {"data": 2, "tensor": 2, "zero": 2},
+        {"context": 2, "tensor": 2},
+    ],
     "adafactor": [{"data": 2, "pipe": 2}, {"data": 2, "zero": 3}, {"context": 2}],
     "adamw8bit": [{"data": 2, "pipe": 2, "zero": 1}, {"data": 2, "zero": 2}, {"pipe": 2}],
     "sgd": [{"data": 2, "zero": 1}, {"tensor": 2}, {"data": 2, "zero": 3}],
@@ -108,6 +117,8 @@ def test_three_steps_are_those_of_one_process(ranks, name, layout):
         ("adafactor", {"pipe": 2}, {"data": 2, "zero": 2}),
         pytest.param("adafactor", {"data": 2, "zero": 3}, {"data": 2}, marks=pytest.mark.full),
         pytest.param("muon", {"data": 2, "zero": 1}, {"pipe": 2}, marks=pytest.mark.full),
+        pytest.param("muon", {"data": 2, "zero": 1}, {"tensor": 2}, marks=pytest.mark.full),
+        pytest.param("muon", {"tensor": 2}, {"data": 2, "zero": 3}, marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -125,6 +136,31 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_under_another_layout(
     moved = ranks(size).run(after_steps, other, None, str(tmp_path))
     parity.expect_close([x.weights for x in moved], [x.weights for x in whole])
     assert all(x.planned_bytes == x.state_bytes for x in moved) or name == "muon"
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"data": 2, "expert": 2, "tensor": 2},
+        {"data": 2, "expert": 2},
+        {"data": 2, "expert": 2, "zero": 1},
+        {"data": 4, "expert": 2, "zero": 3},
+        {"data": 2, "tensor": 2, "pipe": 2},
+    ],
+    ids=str,
+)
+def test_muon_steps_the_matrices_of_experts_as_in_one_process(ranks, layout):
+    axes = {"data": 1, "pipe": 1, "tensor": 1, **layout}
+    size, base, _ = asked("muon", {key: axes[key] for key in ("data", "pipe", "tensor")})
+    base += ["model.moe.num_experts=4", "model.moe.top_k=2", "parallel.data=1"]
+    truth = ranks(1).run(after_steps, base)
+    mine = [*base, *(f"parallel.{key}={value}" for key, value in axes.items())]
+    found = ranks(size).run(after_steps, mine)
+    parity.expect_close([x.weights for x in found], [x.weights for x in truth])
+    # of each block: q, k and v in one, out, the router, and two stacks of experts
+    assert truth[0].num_special == 2 * 5
+    assert all(math.isclose(x.loss, truth[0].loss, rel_tol=1e-9) for x in found)
 
 
 def no_optimizer(groups, lr):

@@ -98,6 +98,11 @@ class OptimSection(Section):
         description="Decay rates of AdamW's running means of the gradient and of its square.",
     )
     momentum: k.Fraction = Field(default=0.95, description="Momentum of sgd and muon.")
+    muon_scale: k.MuonScale = Field(
+        default="moonlight",
+        description="Scale of muon's updates. With moonlight they have the size of AdamW's, so "
+        "that one lr serves both; with original they are larger for tall matrices alone.",
+    )
     eps: k.Positive = Field(
         default=1e-8,
         description="Small number that AdamW adds to the denominator of an update, against "

@@ -36,6 +36,7 @@ class OptimizerSpec:
     leaves_out: it leaves out a step by `found_inf` on the device, as torch's fused kernels do. For
         another one the host reads the flag.
     needs_whole: why it updates an element from others of its parameter; "" if it does not.
+    takes_split: it does so also for parameters that tensor and expert ranks split.
     state_keys: keys of its state, at least one of which a checkpoint must have for it to go on;
         () for any.
     package: it comes from this package.
@@ -49,10 +50,16 @@ class OptimizerSpec:
     takes: Literal["all", "blocks", "matrices"] = "all"
     leaves_out: bool = False
     needs_whole: str = ""
+    takes_split: bool = False
     state_keys: tuple[str, ...] = ()
     package: str = ""
     note: str = ""
     state: str = ""
+
+    @property
+    def refuses_split(self) -> str:
+        """Why it cannot step what tensor and expert ranks split; "" if it can."""
+        return "" if self.takes_split else self.needs_whole
 
 
 def one_number(part: ParameterPart, num_bytes: int) -> int:
@@ -121,7 +128,9 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = {
             one_number,  # a little less than it has, with the AdamW of embeddings and vectors
             takes="matrices",
             needs_whole="makes the update of a whole matrix orthogonal",
-            note=", of matrices; AdamW of embeddings, the head and vectors",
+            takes_split=True,
+            note=", of matrices, each expert's and each of q, k and v by itself; AdamW of "
+            "embeddings, the head and vectors",
             state="r c",
         ),
     )
@@ -141,6 +150,6 @@ def page_rows() -> str:
     head = "| `optim.name` | state of a matrix of r rows and c columns | layouts |\n|---|---|---|\n"
     return head + "".join(
         f"| `{x.name}`{x.note} | {x.state} | "
-        f"{'not `tensor` and `expert`' if x.needs_whole else 'all'} |\n"
+        f"{'not `tensor` and `expert`' if x.refuses_split else 'all'} |\n"
         for x in OPTIMIZERS.values()
     )

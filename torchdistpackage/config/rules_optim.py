@@ -89,7 +89,7 @@ def _groups_change_something(c: RunConfig, world_size: int | None) -> str | None
 
 @rule("optim.name", "optim.target", "parallel.tensor", "parallel.expert")
 def _some_see_whole_parameters(c: RunConfig, world_size: int | None) -> str | None:
-    why = c.optim.spec.needs_whole
+    why = c.optim.spec.refuses_split
     degrees = {key: getattr(c.parallel, key) for key in ("tensor", "expert")}
     split = [f"parallel.{key}={size}" for key, size in degrees.items() if size > 1]
     if not why or not split:

@@ -320,6 +320,7 @@ Weights = Annotated[
 ]
 OptimizerName = Annotated[str, *one_of(OPTIMIZERS)]
 QuantType = Literal["nf4", "fp4"]
+MuonScale = Literal["moonlight", "original"]
 LrSchedule = Literal[
     "warmup_cosine",
     "constant",

@@ -138,4 +138,6 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
 @cache
 def _name_of_whole(kind: type) -> str | None:
     """Return the listed name of an optimizer that needs whole parameters; None for others."""
+    if getattr(kind, "takes_split", False):
+        return None
     return next((each.__name__ for each in kind.__mro__ if each.__name__ in OF_WHOLE), None)

@@ -1,5 +1,6 @@
 """Bytes of weights, gradients and optimizer state on one rank, from layouts alone. No torch."""
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -141,6 +142,7 @@ def _parts(
 ) -> dict[str, int]:
     """Return how many elements of each trained parameter ZeRO leaves to this rank, by name."""
     sharing: dict[tuple[int, ...], list[tuple[str, int]]] = {}
+    full_sizes = {layout.name: math.prod(layout.shape) for layout in layouts}
     num_data = config.parallel.zero_group
     assert num_data != "node", "a plan has filled it in"
     for layout in layouts:
@@ -154,7 +156,8 @@ def _parts(
         if not config.optim.spec.needs_whole:
             parts |= {name: -(-count // len(ranks)) for name, count in members}
             continue
-        shares = greedy_partition([count for _, count in members], len(ranks))
+        # as `whole_owners` of ddp/zero/bucket.py deals them out
+        shares = greedy_partition([full_sizes[name] for name, _ in members], len(ranks))
         own_units = set(shares[ranks.index(rank)])
         parts |= {name: count * (i in own_units) for i, (name, count) in enumerate(members)}
     return parts

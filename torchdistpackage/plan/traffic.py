@@ -4,6 +4,7 @@ Tests hold the count to the record of real ranks, call by call. What a rank cann
 runs is said, and not guessed: how many tokens come to its experts, of which a mean rank is counted.
 """
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -77,6 +78,7 @@ def traffic(plan: Plan, rank: int) -> tuple[CallCount, ...]:
     """
     assert plan.model is not None
     calls = [*_gradients(plan, rank), *_messages(plan, rank), *_statistics(plan)]
+    calls += _matrices(plan, rank)
     times = plan.rounds * plan.schedule.num_microbatches
     pipe_index, batch = plan.topology.dense.coord(rank)["pipe"], microbatch(plan, rank)
     layers = list(_attentions(plan, rank, batch))
@@ -209,6 +211,33 @@ def _gradients(plan: Plan, rank: int) -> Iterator[CallCount]:
             yield _over_replicas(group, number, "int32", note).times(sums)
 
 
+def _matrices(plan: Plan, rank: int) -> Iterator[CallCount]:
+    """Yield the calls by which owners get matrices that tensor ranks split, and send their updates
+    (optim/muon.py): of one group of the optimizer, two.
+    """
+    optim = plan.config.optim
+    if not optim.spec.takes_split or plan.config.parallel.tensor == 1:
+        return
+    summed = _summed(plan, rank)
+    counts = {x.name: x.num_elements for x in summed}
+    if plan.zero:
+        counts = {}
+        for bucket in _sharded(plan, rank, summed):
+            counts |= bucket.parts()
+    by_settings: Counter[int | None] = Counter()
+    for name, count in counts.items():
+        layout = plan.layouts[name]
+        is_matrix = len(layout.shape) == 2 + (layout.view == "expert") and not layout.is_table
+        if is_matrix and any("tensor" in axes for axes in layout.split[-2:]):
+            by_settings[optim.group_of(name)] += count
+    dtype = plan.numbers.gradients.dtype
+    for count in by_settings.values():
+        if count:
+            text = "matrices to the ranks that own them, and updates"
+            sent_dtype = "float64" if dtype == "float64" else "bfloat16"
+            yield CallCount("tensor", "all_to_all", count, sent_dtype, text, 2)
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedBucket:
     """A bucket of gradients of one rank, as ddp/ packs it.
@@ -256,7 +285,7 @@ def _sharded(plan: Plan, rank: int, summed: list[_Summed]) -> Iterator[PlannedBu
     ]
     numbers = group_by_module(modules, plan.bucket_bytes)
     narrowest = min(weight.num_bytes, plan.numbers.reduced.num_bytes)
-    owner_of = _owners(summed) if plan.config.optim.spec.needs_whole else None
+    owner_of = _owners(plan, summed) if plan.config.optim.spec.needs_whole else None
     for group, bucket in _buckets(summed, wide.num_bytes, UNLIMITED_BYTES, numbers):
         ranks, offsets = group.ranks, bucket.offsets
         members = tuple((summed[i].name, summed[i].num_elements) for i in bucket.members)
@@ -274,13 +303,14 @@ def _sharded(plan: Plan, rank: int, summed: list[_Summed]) -> Iterator[PlannedBu
         yield PlannedBucket(group, members, offsets, end, first, part, is_freed)
 
 
-def _owners(summed: list[_Summed]) -> list[int]:
+def _owners(plan: Plan, summed: list[_Summed]) -> list[int]:
     """Return the index of the rank that owns each whole parameter (ddp/zero/bucket.py)."""
     owners = [0] * len(summed)
     for ranks in dict.fromkeys(x.group.ranks for x in summed):
         # as `whole_owners` deals them out: whatever their replicas
         members = [i for i, x in enumerate(summed) if x.group.ranks == ranks]
-        shares = greedy_partition([summed[i].num_elements for i in members], len(ranks))
+        sizes = [math.prod(plan.layouts[summed[i].name].shape) for i in members]
+        shares = greedy_partition(sizes, len(ranks))
         for owner, some in enumerate(shares):
             for i in some:
                 owners[members[i]] = owner

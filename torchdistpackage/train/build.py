@@ -118,7 +118,7 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
     global_names = {name: layout.name for name, layout in layouts.items()}
     if plan.model is None and config.optim.groups:
         _refuse_unmatched(stage, global_names, config.optim)
-    inner = make_optimizer(stage, config.optim, tables, global_names)
+    inner = make_optimizer(stage, config.optim, tables, global_names, layouts)
     replicas = _data_parallel(stage, layouts, inner, plan)
     optimizer = inner if isinstance(replicas, NaiveDDP) else replicas
     pipe, optim = tpc.get_group("pipe"), config.optim

@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from torchdistpackage.config.optim_section import OptimSection
 from torchdistpackage.errors import ConfigError
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.mark import mark_parameter
 from torchdistpackage.lazy import resolve
+from torchdistpackage.optim.muon import Muon
 from torchdistpackage.plan.user_code import user_object
 from torchdistpackage.train.decay import decaying
 from torchdistpackage.train.update import LR_SCALE
@@ -24,14 +27,17 @@ def make_optimizer(
     section: OptimSection,
     tables: Collection[str],
     global_names: Mapping[str, str] | None = None,
+    layouts: Mapping[str, Layout] | None = None,
 ) -> torch.optim.Optimizer | None:
     """Return the optimizer of a stage; None for a stage without parameters that train.
 
     tables: names of embeddings and heads, which muon and adamw8bit leave to AdamW: a row of an
     embedding has gradients with its token alone, and transformers' Trainer gives it no 8 bits
     either. global_names: of parameters by their names in `stage`, which optim.groups matches.
+    layouts: by the same names; muon learns from them which matrices are fused, stacked or split.
     """
     global_names = {} if global_names is None else global_names
+    layouts = {} if layouts is None else layouts
     named = [(name, p) for name, p in stage.named_parameters() if p.requires_grad]
     is_table = {id(p): name in tables for name, p in named}
     shrinks = decaying(stage)
@@ -63,10 +69,25 @@ def make_optimizer(
     if spec.takes == "blocks":
         muon_groups, rest = _groups(inner, vectors), _groups(outer)
     else:
-        muon_groups = _groups([p for p in inner if p.dim() == 2])
-        rest = _groups([*outer, *(p for p in inner if p.dim() != 2)], vectors)
+        by_parameter = {id(p): layouts[name] for name, p in named if name in layouts}
+        flat = [p for p in inner if not _is_matrix(p, by_parameter.get(id(p)))]
+        left = set(map(id, flat))
+        muon_groups = _groups([p for p in inner if id(p) not in left])
+        rest = _groups([*outer, *flat], vectors)
     parts = ((make, muon_groups), (adamw, rest))
     return JointOptimizer(*(make(groups, section) for make, groups in parts if groups))
+
+
+def _is_matrix(p: nn.Parameter, layout: Layout | None) -> bool:
+    """Return whether muon takes a parameter: a matrix, or the matrices of several experts. Mark it
+    with its layout, from which Muon knows its parts.
+    """
+    stacked = layout is not None and layout.view == "expert"
+    if p.dim() != 2 + stacked:
+        return False
+    if layout is not None:
+        mark_parameter(p, layout, None, 0)
+    return True
 
 
 def _settings(section: OptimSection, name: str) -> tuple[float, float]:
@@ -127,12 +148,10 @@ def adafactor(groups: Groups, section: OptimSection) -> torch.optim.Optimizer:
 
 
 def muon(groups: Groups, section: OptimSection) -> torch.optim.Optimizer:
-    """Return Muon (Jordan et al., 2024). Its updates have the size of AdamW's (Liu et al.,
-    arXiv:2502.16982), so both follow one learning rate.
+    """Return Muon. With `moonlight` its updates have the size of AdamW's, so that both follow one
+    learning rate.
     """
-    return torch.optim.Muon(
-        groups, lr=section.lr, momentum=section.momentum, adjust_lr_fn="match_rms_adamw"
-    )
+    return Muon(groups, section.lr, momentum=section.momentum, scale=section.muon_scale)
 
 
 def from_user(groups: Groups, section: OptimSection) -> torch.optim.Optimizer:
@@ -165,6 +184,13 @@ class JointOptimizer(torch.optim.Optimizer):
         self.param_groups = [group for part in parts for group in part.param_groups]
         for part in parts:
             part.state = self.state
+
+    @property
+    def takes_split(self) -> bool:
+        """True if each part steps parameters that ranks split as one process would."""
+        return all(
+            getattr(part, "takes_split", type(part) is torch.optim.AdamW) for part in self.parts
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

@@ -9,6 +9,7 @@ gather for the last call. So while sums arrive each call takes half of the remai
 while parameters are sent each call takes as many as were done before.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -33,6 +34,7 @@ from torchdistpackage.ddp.zero.param_shard import (
     shard_evenly,
 )
 from torchdistpackage.ddp.zero.sharing import ReplicaGroups, parameters_of
+from torchdistpackage.layout.mark import layout_of
 from torchdistpackage.layout.partition import greedy_partition
 
 MakeStore = Callable[[torch.device], MasterStore]
@@ -125,12 +127,21 @@ class BucketSharder:
 
 
 def whole_owners(specs: Iterable[ParamSpec]) -> dict[str, int]:
-    """Return name -> index of the rank in its group that owns it all, dealt out by size."""
+    """Return name -> index of the rank in its group that owns it all, dealt out by size.
+
+    That is the size over all ranks of the model, so that all of them give a parameter to the same
+    index, whatever part of it they have.
+    """
     owner_of: dict[str, int] = {}
     for group, members in for_each_group(specs):
-        shares = greedy_partition([s.parameter.numel() for s in members], group.size())
+        shares = greedy_partition([_full_size(s.parameter) for s in members], group.size())
         owner_of |= {members[i].name: owner for owner, share in enumerate(shares) for i in share}
     return owner_of
+
+
+def _full_size(parameter: Tensor) -> int:
+    layout = layout_of(parameter)
+    return parameter.numel() if layout is None else math.prod(layout.shape)
 
 
 def held_by_group(

@@ -16,6 +16,7 @@ from torchdistpackage.ddp.param_spec import ParamSpec
 from torchdistpackage.ddp.sharded import ParamShard
 from torchdistpackage.ddp.zero.shard_bounds import even_bounds, owned_bounds, pieces
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.layout.mark import mark_of, mark_parameter
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,9 @@ def make_shards(
         member = order[piece.member]
         spec, tensor = layout.members[member], nn.Parameter(values.new_empty(0))
         layout_ = layouts.get(spec.name)
+        if whole and (mark := mark_of(spec.parameter)) is not None:
+            # an optimizer of whole matrices asks for the parts of other ranks
+            mark_parameter(tensor, mark.layout, mark.group, mark.depth)
         shard = ParamShard(
             tensor, spec, member, piece.start, piece.stop, piece.offset, layout_, whole
         )

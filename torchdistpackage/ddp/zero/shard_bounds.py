@@ -231,7 +231,8 @@ def requires_whole_params(
             f"differently; leave whole= out"
         )
     needs = class_name not in ELEMENTWISE if whole is None else whole
-    if needs and split and class_name not in ELEMENTWISE:
+    takes_split = class_name in ELEMENTWISE or getattr(optimizer, "takes_split", False)
+    if needs and split and not takes_split:
         raise LayoutError(
             f"{kind.__name__} needs whole parameters, but {len(split)} are split over ranks of "
             f"the model: {', '.join(sorted(split)[:5])}; use one of "
