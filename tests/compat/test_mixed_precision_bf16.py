@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
-from tests.ddp import test_bucket_sizes
+from tests.ddp import test_bucket_plan_sizes
 from tests.ddp.zero import test_safety
 from tests.each import each
 from tests.tells import facts_pattern
@@ -278,7 +278,7 @@ def test_what_is_dropped_is_freed(ranks):
 
 
 def num_buckets() -> int:
-    layers = (nn.Linear(1024, 1024, bias=False) for _ in range(test_bucket_sizes.LAYERS))
+    layers = (nn.Linear(1024, 1024, bias=False) for _ in range(test_bucket_plan_sizes.LAYERS))
     net = nn.Sequential(*layers)
     alone = Bf16ZeroOptimizer(torch.optim.SGD(net.parameters(), lr=1.0))
     found = len(alone.reducer.grad_buckets.buckets)
@@ -287,11 +287,11 @@ def num_buckets() -> int:
 
 
 def by_transport() -> tuple[int, int]:
-    with test_bucket_sizes.queued_gloo():
+    with test_bucket_plan_sizes.queued_gloo():
         queued = num_buckets()
     return num_buckets(), queued
 
 
 @pytest.mark.own_transport("sets the transport itself")
 def test_buckets_have_the_sizes_of_the_transport(ranks):
-    assert ranks(2).run(by_transport) == [(test_bucket_sizes.LAYERS, 2)] * 2
+    assert ranks(2).run(by_transport) == [(test_bucket_plan_sizes.LAYERS, 2)] * 2
