@@ -94,12 +94,12 @@ class Muon(Optimizer):
         for p in options["params"]:
             if p.grad is None:
                 continue
-            direction = _Direction(p, _cut_of(p), self._momentum(p, options["momentum"]))
-            if direction.cut.group is None:
-                direction.values = _by_parts(direction.values, direction.cut.layout)
+            direction = _Direction(p, _sharing_of(p), self._momentum(p, options["momentum"]))
+            if direction.sharing.group is None:
+                direction.values = _by_parts(direction.values, direction.sharing.layout)
                 direction.apply(options)
                 continue
-            key = ranks_of(direction.cut.group), direction.values.dtype, p.device
+            key = ranks_of(direction.sharing.group), direction.values.dtype, p.device
             split.setdefault(key, []).append(direction)
         for directions in split.values():
             _orthogonalize_split(directions)
@@ -130,7 +130,7 @@ def orthogonalized(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _Sharing:
     """The part that this rank has of the matrices of a parameter.
 
     layout: of a matrix; None: one without parts. group: ranks that each hold a part of every
@@ -149,13 +149,13 @@ class _Direction:
     """The direction in which a parameter is moved: its momentum at first, then orthogonal."""
 
     parameter: Tensor
-    cut: _Cut
+    sharing: _Sharing
     values: Tensor
 
-    def places(self) -> "Sequence[_Place]":
+    def places(self) -> "Sequence[_PartPlace]":
         """Return the part of each rank of the group."""
-        assert self.cut.layout is not None
-        return _places(self.cut.layout, self.cut.mesh, self.cut.ranks)
+        assert self.sharing.layout is not None
+        return _places(self.sharing.layout, self.sharing.mesh, self.sharing.ranks)
 
     @property
     def stack(self) -> tuple[int, ...]:
@@ -170,14 +170,14 @@ class _Direction:
     @property
     def cost(self) -> int:
         """The multiplications of a product of its matrices, up to a constant factor."""
-        assert self.cut.layout is not None
-        rows, columns = self.cut.layout.shape
+        assert self.sharing.layout is not None
+        rows, columns = self.sharing.layout.shape
         return math.prod(self.stack) * rows * columns * min(rows, columns)
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the whole matrices from the flat parts of all ranks."""
-        assert self.cut.layout is not None
-        full = self.values.new_zeros((*self.stack, *self.cut.layout.shape))
+        assert self.sharing.layout is not None
+        full = self.values.new_zeros((*self.stack, *self.sharing.layout.shape))
         for flat, place in zip(parts, self.places(), strict=True):
             part = flat.view(*self.stack, *place.shape)
             for region, local in place.boxes:
@@ -199,7 +199,7 @@ class _Direction:
         """Move the parameter."""
         p, scale, lr = self.parameter, SCALES[options["scale"]], float(options["lr"])
         p.mul_(1 - lr * options["weight_decay"])
-        dim, lengths, shapes = _part_shapes(self.cut, tuple(p.shape))
+        dim, lengths, shapes = _part_shapes(self.sharing, tuple(p.shape))
         values = self.values.to(p.dtype)
         for rows, update, shape in zip(
             p.split(lengths, dim), values.split(lengths, dim), shapes, strict=True
@@ -207,7 +207,7 @@ class _Direction:
             rows.add_(update, alpha=-lr * scale(*shape))
 
 
-class _Place(NamedTuple):
+class _PartPlace(NamedTuple):
     """The shape of a rank's part of a matrix, and its boxes in the whole and in the part."""
 
     shape: tuple[int, ...]
@@ -215,9 +215,9 @@ class _Place(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _places(layout: Layout, mesh: Mesh, ranks: tuple[int, ...]) -> tuple[_Place, ...]:
+def _places(layout: Layout, mesh: Mesh, ranks: tuple[int, ...]) -> tuple[_PartPlace, ...]:
     return tuple(
-        _Place(local_shape(layout, mesh, rank), blocks(layout, mesh, rank)) for rank in ranks
+        _PartPlace(local_shape(layout, mesh, rank), blocks(layout, mesh, rank)) for rank in ranks
     )
 
 
@@ -228,22 +228,22 @@ def _of_matrix(layout: Layout) -> Layout:
     return replace(layout, **last)
 
 
-def _cut_of(p: Tensor) -> _Cut:
+def _sharing_of(p: Tensor) -> _Sharing:
     full = layout_of(p)
     if full is None:
-        return _Cut()
+        return _Sharing()
     layout, group = _of_matrix(full), group_of(p)
     if follows(layout, p) or follows(full, p):
         mesh = tpc.topology.view(layout.view)
         axes = [axis for axis in layout.split_axes if mesh.axis_size(axis) > 1]
         if not axes:
-            return _Cut(layout)
+            return _Sharing(layout)
         group = tpc.groups.along(mesh, axes)
-        return _Cut(layout, mesh, tpc.rank, group, ranks_of(group))
+        return _Sharing(layout, mesh, tpc.rank, group, ranks_of(group))
     if not layout.split_axes or group is None or group.size() == 1:
-        return _Cut(layout)
+        return _Sharing(layout)
     mesh = Mesh(((layout.split_axes[0], group.size()),))
-    return _Cut(layout, mesh, group.rank(), group, tuple(range(group.size())))
+    return _Sharing(layout, mesh, group.rank(), group, tuple(range(group.size())))
 
 
 def _fused(layout: Layout | None) -> tuple[int, tuple[int, ...]]:
@@ -262,18 +262,21 @@ def _by_parts(x: Tensor, layout: Layout | None) -> Tensor:
     return torch.cat([orthogonalized(part) for part in x.split(lengths, dim)], dim)
 
 
-def _part_shapes(cut: _Cut, shape: tuple[int, ...]) -> tuple[int, list[int], list[tuple[int, int]]]:
+def _part_shapes(
+    sharing: _Sharing, shape: tuple[int, ...]
+) -> tuple[int, list[int], list[tuple[int, int]]]:
     """Return (dim, what this rank has of each fused part, (rows, columns) of each whole part)."""
-    dim, lengths = _fused(cut.layout)
-    full = shape if cut.layout is None else cut.layout.shape
+    dim, lengths = _fused(sharing.layout)
+    full = shape if sharing.layout is None else sharing.layout.shape
     if not lengths:
         return dim, [shape[dim]], [(full[-2], full[-1])]
-    assert cut.layout is not None
+    assert sharing.layout is not None
     local = (
         lengths
-        if cut.group is None
+        if sharing.group is None
         else tuple(
-            each.stop - each.start for each in local_slices(cut.layout, cut.mesh, cut.rank)[dim]
+            each.stop - each.start
+            for each in local_slices(sharing.layout, sharing.mesh, sharing.rank)[dim]
         )
     )
     shapes = [(x, full[-1]) if dim == -2 else (full[-2], x) for x in lengths]
@@ -282,7 +285,7 @@ def _part_shapes(cut: _Cut, shape: tuple[int, ...]) -> tuple[int, list[int], lis
 
 def _orthogonalize_split(directions: Sequence[_Direction]) -> None:
     """Replace the momenta, of which all ranks of one group have parts, by orthogonal updates."""
-    group, values = directions[0].cut.group, directions[0].values
+    group, values = directions[0].sharing.group, directions[0].values
     assert group is not None
     owned = greedy_partition([x.cost for x in directions], group.size())
     own = [directions[i] for i in owned[group.rank()]]
@@ -297,7 +300,7 @@ def _orthogonalize_split(directions: Sequence[_Direction]) -> None:
     ]
     answers: list[list[Tensor]] = [[] for _ in range(group.size())]
     for i, direction in enumerate(own):
-        full = _by_parts(direction.joined([flat[i] for flat in by_rank]), direction.cut.layout)
+        full = _by_parts(direction.joined([flat[i] for flat in by_rank]), direction.sharing.layout)
         for answer, part in zip(answers, direction.divided(full), strict=True):
             answer.append(part)
     # the first value is empty: a rank may own nothing
