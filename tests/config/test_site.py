@@ -14,7 +14,7 @@ from torchdistpackage.config.load import load
 from torchdistpackage.config.site import Site, SiteNode, SitePartition, fitted, read_site
 from torchdistpackage.errors import ConfigError
 
-GPU = SitePartition(gres=["gpu:h100:8"], max_time_s=86400)
+GPU = SitePartition(gres=["gpu:h100:8"], max_time_s=86400, nodes=10, max_nodes=4)
 SHORT = SitePartition(max_time_s=3600, default=True)
 
 
@@ -141,11 +141,23 @@ SITE = Site(
         ({"slurm": {"partition": "short,old"}}, "slurm.partition", "old", "short"),
         ({"slurm": {"account": "other"}}, "slurm.account", "lab", "lab"),
         ({"slurm": {"qos": "other"}}, "slurm.qos", "brief", "brief"),
+        (
+            {"slurm": {"partition": "gpu", "nodes": "8-9", "ntasks-per-node": 1}},
+            "slurm.nodes",
+            "8 is above the 4",
+            4,
+        ),
+        (
+            {"slurm": {"partition": "gpu", "gpus-per-node": "h100:16"}},
+            "slurm.gpus-per-node",
+            "16 is above the 8",
+            8,
+        ),
         ({"requeue": {"mode": "requeue"}}, "requeue.mode", "not for users", "chain"),
     ],
 )
 def test_what_a_site_cannot_give_is_refused_with_what_to_write(
-    tmp_path: Path, launch: dict, key: str, numbers: str, value: str
+    tmp_path: Path, launch: dict, key: str, numbers: str, value: str | int
 ):
     launch = {"requeue": {"mode": "never"}, **launch}
     text = problems(tmp_path, SITE, launch)[f"launch.{key}"]

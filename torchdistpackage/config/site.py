@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic import Field, JsonValue, ValidationError
 
 from torchdistpackage.bounded import read_regular
-from torchdistpackage.config.slurm import Found, canonical_name, header, time_seconds
+from torchdistpackage.config.slurm import Found, canonical_name, header, node_counts, time_seconds
 from torchdistpackage.config.slurm import problems as option_problems
 from torchdistpackage.config.types import Section
 from torchdistpackage.config.yaml_loader import MAX_BYTES, read, write
@@ -52,7 +52,7 @@ class SitePartition(Section):
 
     @property
     def gpus(self) -> int:
-        """Return the GPUs of a node."""
+        """Return the most GPUs that a node may have, as kinds may be those of different nodes."""
         return sum(count for _, count in map(_gpu_of, self.gres) if count)
 
 
@@ -146,6 +146,7 @@ def site_problems(site: Site, options: Mapping[str, Any], mode: str) -> Iterator
     asked = header(site.options) | header(options)
     yield from _partition_problems(site, asked)
     yield from _time_problems(site, asked)
+    yield from _size_problems(site, asked)
     if mode == "requeue" and "requeue" in site.forbidden:
         advice = to_write({"requeue": {"mode": "chain"}})
         yield (
@@ -196,6 +197,23 @@ def _time_problems(site: Site, asked: Mapping[str, str | None]) -> Iterator[Foun
     if seconds is None or seconds > limit_s:
         advice = to_write({"slurm": {"time": time_text(limit_s)}})
         yield "time", f"{text} is above the {time_text(limit_s)} of {where}; {advice}"
+
+
+def _size_problems(site: Site, asked: Mapping[str, str | None]) -> Iterator[Found]:
+    """Yield a number of nodes, or of GPUs of a node, that no partition of the job has."""
+    known = {name: site.partitions[name] for name in _partitions_of(site, asked)}
+    counts = node_counts(asked.get("nodes") or "1")
+    of_nodes = {name: min(x.nodes, x.max_nodes or x.nodes) for name, x in known.items() if x.nodes}
+    kind, gpus = asked.get("gpus-per-node"), 0
+    if kind is not None:
+        gpus = _gpu_of(f"gpu:{kind}")[1]
+    of_gpus = {name: x.gpus for name, x in known.items() if x.gpus}
+    sizes = (("nodes", counts[0] if counts else 0, of_nodes), ("gpus-per-node", gpus, of_gpus))
+    for option, number, limits in sizes:
+        if limits and number > (most := max(limits.values())):
+            name = next(x for x in limits if limits[x] == most)
+            advice = to_write({"slurm": {option: most}})
+            yield option, f"{number} is above the {most} of partition {name}; {advice}"
 
 
 def _partitions_of(site: Site, asked: Mapping[str, str | None]) -> list[str]:
