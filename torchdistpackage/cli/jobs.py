@@ -66,15 +66,15 @@ def ls(folder: Dir = RUNS) -> None:
     ]
     for run in runs:
         info = looked.jobs[run.latest.job]
-        now, got = status(run, info, time.time()), progress(run.files)
+        now, reached = status(run, info, time.time()), progress(run.files)
         rows.append(
             (
                 run.name,
                 run.latest.job,
                 now.word,
                 str(restarts(run, info)),
-                _steps(got.step, got.num_steps),
-                "" if got.loss is None else f"{got.loss:.4f}",
+                _steps(reached.step, reached.num_steps),
+                "" if reached.loss is None else f"{reached.loss:.4f}",
                 info.nodes or run.latest.nodes,
                 now.reason if now.outcome is not Outcome.SUCCEEDED else "",
             )
@@ -213,8 +213,8 @@ def _say(line: str) -> None:
 
 
 def _story(run: SubmittedRun, info: JobInfo) -> str:
-    now, got, latest = status(run, info, time.time()), progress(run.files), run.latest
-    loss = "" if got.loss is None else f", loss {got.loss:.4f}"
+    now, reached, latest = status(run, info, time.time()), progress(run.files), run.latest
+    loss = "" if reached.loss is None else f", loss {reached.loss:.4f}"
     elapsed = "" if info.elapsed_s is None else str(timedelta(seconds=int(info.elapsed_s)))
     facts = {
         "run": run.name,
@@ -226,7 +226,7 @@ def _story(run: SubmittedRun, info: JobInfo) -> str:
         "nodes": info.nodes or f"{latest.nodes} requested",
         "running for": elapsed,
         "restarts": str(restarts(run, info)),
-        "step": _steps(got.step, got.num_steps) + loss,
+        "step": _steps(reached.step, reached.num_steps) + loss,
         "written by": str(holder_of(run.files.run_lock) or ""),
         "script": latest.script,
         "code": latest.code,

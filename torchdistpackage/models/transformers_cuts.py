@@ -101,11 +101,11 @@ def find_cuts(model: Any, model_facts: FoundModel, choices: CutChoices) -> Split
 
 
 class _CutRules:
-    def __init__(self, model: Any, found: FoundModel, choices: CutChoices):
-        self.model, self.found, self.choices = model, found, choices
+    def __init__(self, model: Any, found_model: FoundModel, choices: CutChoices):
+        self.model, self.found, self.choices = model, found_model, choices
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
         self.table = SplitTable()
-        self._tied = set(found.aliases.values()) | set(found.aliases)
+        self._tied = set(found_model.aliases.values()) | set(found_model.aliases)
 
     # -- what transformers says ------------------------------------------------------------
 

@@ -157,11 +157,11 @@ def _unbuildable(config: Any, kind: Any) -> str | None:
 
     names: Mapping[str, Any] = getattr(config, "sub_configs", None) or {}
     inner = {name: x for name in names if (x := getattr(config, name, None)) is not None}
-    wanted = getattr(kind, "config_class", None)
-    section = next((name for name, x in inner.items() if type(x) is wanted), None)
-    if section not in (None, "text_config") and type(config) is not wanted:
+    config_class = getattr(kind, "config_class", None)
+    section = next((name for name, x in inner.items() if type(x) is config_class), None)
+    if section not in (None, "text_config") and type(config) is not config_class:
         return (
-            f"{kind.__name__} is made of {wanted.__name__}, and config.json of model_type "
+            f"{kind.__name__} is made of {config_class.__name__}, and config.json of model_type "
             f"{config.model_type!r} has these settings in {section}, from which transformers does "
             f"not take them; use model.target"
         )

@@ -179,11 +179,11 @@ class _LayoutSearch:
             simplest or (self._simplest(found) if found else None),
         )
 
-    def _simplest(self, found: Sequence[RankedLayout]) -> RankedLayout:
+    def _simplest(self, ranked: Sequence[RankedLayout]) -> RankedLayout:
         """Return the simplest of the layouts within the error of the first, of several the
         fastest."""
-        limit = found[0].time.step.total * (1 + self.error)
-        near = [x for x in found if x.time.step.total <= limit]
+        limit = ranked[0].time.step.total * (1 + self.error)
+        near = [x for x in ranked if x.time.step.total <= limit]
         return min(near, key=lambda x: x.choice.complexity)
 
     def _prepare(self) -> None:

@@ -352,10 +352,10 @@ def _without(absent: Collection[str], layer: LayerNumbers) -> LayerNumbers:
     return replace(layer, kept=kept)
 
 
-def _kept(layer: LayerNumbers, of: Microbatch) -> _Moment:
+def _kept(layer: LayerNumbers, batch: Microbatch) -> _Moment:
     """Return what a layer keeps, with the targets of the loss, which are saved beside autograd."""
     loss = sum(num_bytes for kind, num_bytes in layer.kept.items() if kind in LOSS)
-    targets = of.rows * TARGET_BYTES if "logits" in layer.kept else 0
+    targets = batch.rows * TARGET_BYTES if "logits" in layer.kept else 0
     return _Moment(layer.kept_bytes - loss, loss + targets)
 
 
@@ -363,7 +363,7 @@ TARGET_BYTES = 13
 """Of a token: its column, whether it is here, and its factor (parallel/tensor/loss_terms.py)."""
 
 
-def _temporary(layer: LayerNumbers, of: Microbatch, experts: int, on_gpu: bool) -> float:
+def _temporary(layer: LayerNumbers, batch: Microbatch, experts: int, on_gpu: bool) -> float:
     """Return the temporary bytes of a layer's backward, besides the gradient of its output.
 
     The last matmul of an attention or an MLP has the gradients of its input and its weight at a
@@ -373,35 +373,35 @@ def _temporary(layer: LayerNumbers, of: Microbatch, experts: int, on_gpu: bool) 
     kept, matmuls = layer.kept, layer.matmuls
     if "logits" in kept:
         logits = kept["logits"]
-        narrow = of.products != of.losses
-        loss = logits + narrow * _loss_block(logits, of, on_gpu)
-        return max(loss, _weight_bytes(matmuls[-1], of))
+        narrow = batch.products != batch.losses
+        loss = logits + narrow * _loss_block(logits, batch, on_gpu)
+        return max(loss, _weight_bytes(matmuls[-1], batch))
     if not matmuls:
         return 0.0
-    item = ITEM_BYTES[of.products]
+    item = ITEM_BYTES[batch.products]
     if _attends(layer):
         weights = _of_weights(layer)
         inputs = weights[-1].m * weights[-1].k * item
         gradients = sum(x.m * x.n for x in weights[:-1]) * item
-        return max(inputs + _weight_bytes(weights[-1], of), gradients)
+        return max(inputs + _weight_bytes(weights[-1], batch), gradients)
     experts = experts if "hidden of experts" in kept else 1
     hidden = sum(kept.get(x, 0) for x in ("hidden", "hidden of experts"))
     is_gated = "activated gate" in kept or "activated gate of experts" in kept
-    return hidden + max(experts * _weight_bytes(matmuls[-1], of), is_gated * hidden)
+    return hidden + max(experts * _weight_bytes(matmuls[-1], batch), is_gated * hidden)
 
 
-def _forward_temporary(layer: LayerNumbers, of: Microbatch, on_gpu: bool) -> float:
+def _forward_temporary(layer: LayerNumbers, batch: Microbatch, on_gpu: bool) -> float:
     """Return the temporary bytes of a layer's forward that matter: those of the loss."""
     if "logits" not in layer.kept:
         return 0.0
-    narrow = of.products != of.losses
-    return (1 + narrow) * _loss_block(layer.kept["logits"], of, on_gpu)
+    narrow = batch.products != batch.losses
+    return (1 + narrow) * _loss_block(layer.kept["logits"], batch, on_gpu)
 
 
-def _loss_block(logits: float, of: Microbatch, on_gpu: bool) -> float:
+def _loss_block(logits: float, batch: Microbatch, on_gpu: bool) -> float:
     """Return the bytes of the logits that the loss looks at together, in its own type."""
     at_once = 1 << 28 if on_gpu else 1 << 20  # BLOCK_BYTES, CACHED_BYTES of loss_terms.py
-    return min(logits, at_once) / ITEM_BYTES[of.products] * ITEM_BYTES[of.losses]
+    return min(logits, at_once) / ITEM_BYTES[batch.products] * ITEM_BYTES[batch.losses]
 
 
 def _of_weights(layer: LayerNumbers) -> tuple[Matmul, ...]:
@@ -413,41 +413,43 @@ def _attends(layer: LayerNumbers) -> bool:
     return not layer.kept.keys().isdisjoint(("softmax", "scores"))
 
 
-def _weight_bytes(matmul: Matmul, of: Microbatch) -> float:
+def _weight_bytes(matmul: Matmul, batch: Microbatch) -> float:
     """Return the bytes of a weight's gradient, as a backward makes it."""
-    return matmul.n * matmul.k * ITEM_BYTES[of.products]
+    return matmul.n * matmul.k * ITEM_BYTES[batch.products]
 
 
-def _deferred(layer: LayerNumbers, of: Microbatch) -> float:
+def _deferred(layer: LayerNumbers, batch: Microbatch) -> float:
     """Return what the gradients of a layer's weights wait for: inputs and gradients of outputs."""
-    item = ITEM_BYTES[of.products]
+    item = ITEM_BYTES[batch.products]
     inputs = sum(layer.kept.get(x, 0) for x in ("input", "joined heads", "hidden"))
     return inputs + sum(x.m * x.n for x in _of_weights(layer)) * item
 
 
-def _stream_bytes(plan: Plan, of: Microbatch) -> float:
+def _stream_bytes(plan: Plan, batch: Microbatch) -> float:
     """Return the bytes of what goes from block to block."""
     if plan.traced:
         return max(stage.at(of.rows).stream for stage in plan.traced.values())
     assert plan.shape is not None
-    parts = of.tensor if plan.shape.sequence_parallel else 1
-    return of.rows // parts * plan.shape.dim * ITEM_BYTES[of.stream]
+    parts = batch.tensor if plan.shape.sequence_parallel else 1
+    return batch.rows // parts * plan.shape.dim * ITEM_BYTES[batch.stream]
 
 
-def _message_bytes(plan: Plan, place: int, of: Microbatch, peaks: Mapping[int, int]) -> float:
+def _message_bytes(
+    plan: Plan, pipe_index: int, batch: Microbatch, peaks: Mapping[int, int]
+) -> float:
     """Return the bytes of messages that are posted or under way: for each micro-batch that waits
     for its gradient an output that leaves and a gradient that comes, and a pair for the input.
     peaks: by stage the most micro-batches that it holds at once."""
     last = plan.schedule.num_stages - 1
-    stream = _stream_bytes(plan, of)
+    stream = _stream_bytes(plan, batch)
     pairs = 0
-    for stage in plan.schedule.stages_of(place) if last else ():
+    for stage in plan.schedule.stages_of(pipe_index) if last else ():
         pairs += (min(peaks[stage], 2) if stage < last else 0) + (stage > 0)
     return 2 * pairs * stream
 
 
-def _input_bytes(plan: Plan, stages: Collection[int], of: Microbatch) -> float:
+def _input_bytes(plan: Plan, stages: Collection[int], batch: Microbatch) -> float:
     """Return the bytes of ids and targets of all micro-batches of a pass."""
     number, last = plan.schedule.num_microbatches, plan.schedule.num_stages - 1
     sides = (0 in stages) + (last in stages)
-    return sides * number * of.rows * ITEM_BYTES["int64"]
+    return sides * number * batch.rows * ITEM_BYTES["int64"]

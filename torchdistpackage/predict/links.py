@@ -39,10 +39,10 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[LinkModel, float] |
     largest = max((x for x, _ in points), default=0.0)
     if len({x for x, _ in points}) < 2:
         return None
-    found = sorted((_off(line, points) / len(points), line) for line in _lines(points))
-    off, (latency_s, per_byte_s) = found[0]
+    fits = sorted((_off(line, points) / len(points), line) for line in _lines(points))
+    off, (latency_s, per_byte_s) = fits[0]
     if per_byte_s * largest < off * (latency_s + per_byte_s * largest):
-        off, (latency_s, per_byte_s) = next(one for one in found if one[1][1] == 0.0)
+        off, (latency_s, per_byte_s) = next(one for one in fits if one[1][1] == 0.0)
     return LinkModel(latency_s, 1 / per_byte_s if per_byte_s > 0 else inf), off
 
 

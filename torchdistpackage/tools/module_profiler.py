@@ -287,9 +287,9 @@ def _differentiated(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
         torch.autograd.grad(roots, leaves, ones, allow_unused=True)
 
 
-def take_shorter(infos: Infos, found: Infos) -> None:
+def take_shorter(infos: Infos, others: Infos) -> None:
     """Give each entry of `infos` the shorter times of both; new entries are added."""
-    for name, entry in found.items():
+    for name, entry in others.items():
         best = infos.setdefault(name, entry)
         for key in ("fwd_time", "bwd_time"):
             with suppress(KeyError):

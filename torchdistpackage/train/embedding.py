@@ -169,13 +169,13 @@ class EmbeddingLoss(TaskLoss):
         texts = primitives.all_reduce(rows.texts.clone(), self._context, MAX)
         return Embedded(sums / number.clamp(min=1), texts)
 
-    def _ranking_loss(self, model: StagedModel, own: Embedded) -> tuple[Tensor, Tensor]:
+    def _ranking_loss(self, model: StagedModel, embedded: Embedded) -> tuple[Tensor, Tensor]:
         """Return (sum of the anchors' losses, their number): the cross entropy of each anchor's
         similarities with its positive as the class.
         """
         rows, options = self._rows, self._options
-        vectors = own.vectors.unflatten(0, (-1, rows))
-        texts = own.texts.unflatten(0, (-1, rows))
+        vectors = embedded.vectors.unflatten(0, (-1, rows))
+        texts = embedded.texts.unflatten(0, (-1, rows))
         candidates = apply(AllGather(self._data, 0, None), vectors[:, 1:].flatten(0, 1))
         of_candidates = primitives.all_gather(texts[:, 1:].flatten(), self._data)
         counts = texts[:, 0] >= 0  # rows beyond the data's last sample are none
@@ -200,7 +200,10 @@ class EmbeddingLoss(TaskLoss):
             self.add([correct])
             if self._kept is not None and not model.stage.training:
                 # float64, since numpy has no bf16 and cosines of near texts differ little
-                arrays = own.vectors.detach().double().cpu().numpy(), own.texts.cpu().numpy()
+                arrays = (
+                    embedded.vectors.detach().double().cpu().numpy(),
+                    embedded.texts.cpu().numpy(),
+                )
                 self._kept.append(arrays)
         return told_once(self._context, loss, counts.sum())
 

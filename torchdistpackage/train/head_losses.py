@@ -141,13 +141,16 @@ class ClassLoss(HeadLoss):
         counts = targets != IGNORE
         weights = None if self._weights is None else self._weights.to(outputs)
         if self._head.multi_label:
-            wanted = bits_of(targets, outputs.shape[-1]).to(outputs)
+            expected = bits_of(targets, outputs.shape[-1]).to(outputs)
             losses = F.binary_cross_entropy_with_logits(
-                outputs, wanted, pos_weight=weights, reduction="none"
+                outputs, expected, pos_weight=weights, reduction="none"
             )
             # not a product, which would carry what is not finite of padding along
             total = torch.where(counts.unsqueeze(-1), losses, 0.0).sum()
-            count, right = counts.sum() * outputs.shape[-1], ((outputs > 0) == (wanted > 0)).all(-1)
+            count, right = (
+                counts.sum() * outputs.shape[-1],
+                ((outputs > 0) == (expected > 0)).all(-1),
+            )
         else:
             total = F.cross_entropy(
                 outputs.flatten(0, 1),
@@ -162,10 +165,10 @@ class ClassLoss(HeadLoss):
         if tells:
             self.add([counts.sum(), (right & counts).sum()])
             if self._kept is not None:
-                found = outputs[counts]
+                kept_outputs = outputs[counts]
                 if self._head.task.is_of_tokens:  # of which there are many
-                    found = found.argmax(-1, keepdim=True)
-                self._keep(found, targets[counts])
+                    kept_outputs = kept_outputs.argmax(-1, keepdim=True)
+                self._keep(kept_outputs, targets[counts])
         return total, count
 
     def means(self, sums: Sequence[float], count: float) -> Mapping[str, float]:
@@ -174,8 +177,8 @@ class ClassLoss(HeadLoss):
 
     def _metrics(self, outputs: Array, labels: Array) -> dict[str, float]:
         if self._head.multi_label:
-            wanted = (labels[:, None] >> np.arange(outputs.shape[1])) & 1
-            return head_metrics.of_label_sets(outputs, wanted)
+            expected = (labels[:, None] >> np.arange(outputs.shape[1])) & 1
+            return head_metrics.of_label_sets(outputs, expected)
         if self._head.task.is_of_tokens:
             return head_metrics.of_classes(outputs[:, 0], labels, self._head.num_outputs)
         predicted = outputs.argmax(1)
@@ -189,9 +192,9 @@ class SquaredLoss(HeadLoss):
     shown = ("mse", "mae", "pearson")
 
     def _loss(self, outputs: Tensor, targets: Tensor, tells: bool) -> tuple[Tensor, Tensor]:
-        counts, found = targets != IGNORE, outputs.squeeze(-1)
-        wanted = targets.view(torch.float64).to(found)
-        errors = torch.where(counts, found - wanted, 0.0)
+        counts, predicted = targets != IGNORE, outputs.squeeze(-1)
+        expected = targets.view(torch.float64).to(predicted)
+        errors = torch.where(counts, predicted - expected, 0.0)
         if tells:
             self.add([counts.sum(), errors.abs().sum(), errors.square().sum()])
             if self._kept is not None:

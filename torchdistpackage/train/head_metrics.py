@@ -17,9 +17,9 @@ def of_classes(predicted: npt.NDArray, labels: npt.NDArray, num_classes: int) ->
     predicted, labels = predicted.astype(np.int64), labels.astype(np.int64)
     counts = np.bincount(labels * num_classes + predicted, minlength=num_classes**2)
     table = counts.reshape(num_classes, num_classes).astype(np.float64)
-    right, wanted, found = np.diagonal(table), table.sum(1), table.sum(0)
-    occurs = wanted + found > 0
-    scores = _f1(right, wanted, found)
+    right, num_expected, num_predicted = np.diagonal(table), table.sum(1), table.sum(0)
+    occurs = num_expected + num_predicted > 0
+    scores = _f1(right, num_expected, num_predicted)
     values = {"accuracy": float(right.sum() / max(table.sum(), 1))}
     if num_classes == 2:
         values["f1"] = float(scores[1])
@@ -32,17 +32,17 @@ def of_label_sets(scores: npt.NDArray, labels: npt.NDArray) -> dict[str, float]:
     `accuracy` is that of whole sets, and `auc` the mean over classes that some samples have and
     some have not.
     """
-    found = scores > 0
-    wanted = labels > 0
-    right = (found & wanted).sum(0).astype(np.float64)
-    sums = wanted.sum(0).astype(np.float64), found.sum(0).astype(np.float64)
+    predicted = scores > 0
+    expected = labels > 0
+    right = (predicted & expected).sum(0).astype(np.float64)
+    sums = expected.sum(0).astype(np.float64), predicted.sum(0).astype(np.float64)
     every = _f1(right.sum(keepdims=True), *(x.sum(keepdims=True) for x in sums))
     values = {
-        "accuracy": float((found == wanted).all(1).mean()),
+        "accuracy": float((predicted == expected).all(1).mean()),
         "f1": float(every[0]),
         "f1_macro": float(_f1(right, *sums).mean()),
     }
-    areas = [area_under_curve(scores[:, k], wanted[:, k]) for k in range(scores.shape[1])]
+    areas = [area_under_curve(scores[:, k], expected[:, k]) for k in range(scores.shape[1])]
     defined = [x for x in areas if x is not None]
     return values | ({"auc": float(np.mean(defined))} if defined else {})
 
@@ -71,9 +71,12 @@ def area_under_curve(scores: npt.NDArray, positive: npt.NDArray) -> float | None
     return float(above / (num_positive * num_negative))
 
 
-def correlations(found: npt.NDArray, wanted: npt.NDArray) -> dict[str, float]:
+def correlations(predicted: npt.NDArray, expected: npt.NDArray) -> dict[str, float]:
     """Return the correlations of two rows of numbers (N,); {} where one is constant."""
-    values = {"pearson": _pearson(found, wanted), "spearman": _pearson(ranks(found), ranks(wanted))}
+    values = {
+        "pearson": _pearson(predicted, expected),
+        "spearman": _pearson(ranks(predicted), ranks(expected)),
+    }
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
@@ -90,7 +93,9 @@ def _pearson(x: npt.NDArray, y: npt.NDArray) -> float:
     return float((x * y).sum()) / size if size else math.nan
 
 
-def _f1(right: npt.NDArray, wanted: npt.NDArray, found: npt.NDArray) -> npt.NDArray[np.float64]:
+def _f1(
+    right: npt.NDArray, num_expected: npt.NDArray, num_predicted: npt.NDArray
+) -> npt.NDArray[np.float64]:
     """Return 2 right / (wanted + found), and 0 where nothing is either."""
-    both = wanted + found
+    both = num_expected + num_predicted
     return 2 * right / np.where(both == 0, 1, both)

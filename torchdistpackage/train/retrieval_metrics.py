@@ -36,8 +36,8 @@ def retrieval_metrics(
     for first in range(0, len(queries), step):
         scores = queries[first : first + step] @ corpus.T
         ranked = names[np.argsort(-scores, axis=1, kind="stable")[:, :most]]
-        for name, found in zip(list(anchors)[first : first + step], ranked, strict=True):
-            sums += _of_query(np.isin(found, list(relevant[name])), len(relevant[name]))
+        for name, nearest in zip(list(anchors)[first : first + step], ranked, strict=True):
+            sums += _of_query(np.isin(nearest, list(relevant[name])), len(relevant[name]))
     keys = (*(f"recall@{k}" for k in RECALLS), f"mrr@{BEST}", f"ndcg@{BEST}")
     return dict(zip(keys, (sums / len(queries)).tolist(), strict=True))
 

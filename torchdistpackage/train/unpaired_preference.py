@@ -83,9 +83,9 @@ class UnpairedLoss(PreferenceLoss):
         """Return the loss of these microbatches of rows, beside what the reference and the
         mismatched answers say.
         """
-        known = _Pass()
+        facts = _Pass()
         labelled = [without_label(x) for x in targets]
-        known.is_desirable = {m: desirable[::2] for m, (_, desirable) in enumerate(labelled)}
+        facts.is_desirable = {m: desirable[::2] for m, (_, desirable) in enumerate(labelled)}
         sides = [
             ([x[side::2] for x in inputs], [plain[side::2] for plain, _ in labelled])
             for side in (0, 1)
@@ -103,7 +103,7 @@ class UnpairedLoss(PreferenceLoss):
             return kept
 
         with self._frozen(model) as frozen:
-            known.reference = {m: x for m, (x, _) in log_probs_of(frozen, 0).items()}
+            facts.reference = {m: x for m, (x, _) in log_probs_of(frozen, 0).items()}
             before = log_probs_of(frozen, 1)
         with in_eval(model.stage):
             now = log_probs_of(model, 1)
@@ -117,19 +117,19 @@ class UnpairedLoss(PreferenceLoss):
                 torch.stack(moved).sum(0).to(torch.float64),
                 tpc.get_group("data"),
             )
-            known.kl = (total[0] / total[1].clamp(min=1)).clamp(min=0)
-        return partial(self._loss_beside, model, known)
+            facts.kl = (total[0] / total[1].clamp(min=1)).clamp(min=0)
+        return partial(self._loss_beside, model, facts)
 
     def _loss_beside(
-        self, model: StagedModel, known: _Pass, outputs: Tensor, targets: Tensor, m: int
+        self, model: StagedModel, facts: _Pass, outputs: Tensor, targets: Tensor, m: int
     ) -> tuple[Tensor, Tensor]:
         """Return (sum of the answers' losses, number of answers); one without a token that counts
         is none.
         """
         log_probs, num_tokens = self._log_probs(model.loss, outputs, targets)
-        counts, is_desirable = num_tokens > 0, known.is_desirable[m]
-        ratios = log_probs - known.reference[m]
-        kl = known.kl.to(ratios)
+        counts, is_desirable = num_tokens > 0, facts.is_desirable[m]
+        ratios = log_probs - facts.reference[m]
+        kl = facts.kl.to(ratios)
         loss = (kto(ratios, is_desirable, kl, self._options) * counts).sum()
         if model.tells_loss and self._context.rank() == 0:
             chosen, rejected = is_desirable & counts, ~is_desirable & counts

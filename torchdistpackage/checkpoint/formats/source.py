@@ -28,9 +28,9 @@ class TensorSource:
     tokens: int = 0
     facts: Mapping[str, Fact] = field(default_factory=dict[str, Fact])
 
-    def only(self, wanted: Callable[[str], bool]) -> "TensorSource":
-        """Return the source with only those tensors whose names `wanted` accepts."""
-        return replace(self, tensors={n: x for n, x in self.tensors.items() if wanted(n)})
+    def only(self, keeps: Callable[[str], bool]) -> "TensorSource":
+        """Return the source with only those tensors whose names `keeps` accepts."""
+        return replace(self, tensors={n: x for n, x in self.tensors.items() if keeps(n)})
 
 
 def checkpoint_source(path: Path) -> TensorSource:

@@ -105,18 +105,18 @@ def parse_switches(text: str, source: str) -> SwitchTree:
     Raises:
         ConfigError: see `read_switches`.
     """
-    read = _Read()
+    parsed = _Read()
     for line, words in _lines(text, source):
-        _read_line(read, line, words)
-    if not read.switches:
+        _read_line(parsed, line, words)
+    if not parsed.switches:
         raise ConfigError(
             f"{source} names no switch and no block; its lines begin with SwitchName= or BlockName="
         )
-    _aggregate(read)
-    _find_parents(read)
-    above = {name: _path(read, name) for name in read.switches}
+    _aggregate(parsed)
+    _find_parents(parsed)
+    above = {name: _path(parsed, name) for name in parsed.switches}
     listed: dict[str, list[str]] = {}
-    for name, switch in read.switches.items():
+    for name, switch in parsed.switches.items():
         for node in switch.nodes:
             listed.setdefault(node, []).append(name)
     if not listed:
@@ -126,7 +126,7 @@ def parse_switches(text: str, source: str) -> SwitchTree:
         lowest = max(names, key=lambda name: len(above[name]))
         if apart := [name for name in names if name not in above[lowest]]:
             raise ConfigError(
-                f"{read.switches[apart[0]].line}: node {node} is below {apart[0]} and below "
+                f"{parsed.switches[apart[0]].line}: node {node} is below {apart[0]} and below "
                 f"{lowest}; list it below one of them"
             )
         paths[node] = above[lowest]
@@ -156,17 +156,17 @@ def _lines(text: str, source: str) -> Iterator[tuple[str, dict[str, str]]]:
         yield f"{source}:{first}", pairs
 
 
-def _read_line(read: _Read, line: str, words: Mapping[str, str]) -> None:
+def _read_line(parsed: _Read, line: str, words: Mapping[str, str]) -> None:
     nodes = _hosts(words.get("nodes", ""), line)
     if "switchname" in words:
         below = _hosts(words.get("switches", ""), line)
-        read.add(words["switchname"], _Switch(line, nodes, below))
+        parsed.add(words["switchname"], _Switch(line, nodes, below))
     elif "blockname" in words:
-        read.add(words["blockname"], _Switch(line, nodes))
-        read.blocks.append(words["blockname"])
+        parsed.add(words["blockname"], _Switch(line, nodes))
+        parsed.blocks.append(words["blockname"])
     elif "aggregatedblock" in words:
         name = words["aggregatedblock"]
-        read.add(name, _Switch(line, nodes, _hosts(name, line)))
+        parsed.add(name, _Switch(line, nodes, _hosts(name, line)))
     else:
         sizes = words["blocksizes"].split(",")
         if not all(x.isdecimal() and int(x) for x in sizes):
@@ -174,7 +174,7 @@ def _read_line(read: _Read, line: str, words: Mapping[str, str]) -> None:
                 f"{line}: BlockSizes={words['blocksizes']} are no numbers of nodes; write such as "
                 f"18,36"
             )
-        read.sizes = tuple(sorted(map(int, sizes)))
+        parsed.sizes = tuple(sorted(map(int, sizes)))
 
 
 def _hosts(text: str, line: str) -> tuple[str, ...]:
@@ -186,38 +186,38 @@ def _hosts(text: str, line: str) -> tuple[str, ...]:
         raise ConfigError(f"{line}: {error}") from error
 
 
-def _aggregate(read: _Read) -> None:
+def _aggregate(parsed: _Read) -> None:
     """Put consecutive blocks together as the sizes of topology.conf say."""
-    smallest = min(read.sizes, default=1)
-    for size in read.sizes[1:]:
+    smallest = min(parsed.sizes, default=1)
+    for size in parsed.sizes[1:]:
         number = max(size // smallest, 1)
-        for first in range(0, len(read.blocks), number):
-            blocks = read.blocks[first : first + number]
+        for first in range(0, len(parsed.blocks), number):
+            blocks = parsed.blocks[first : first + number]
             name = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"{blocks[0]} of {size}"
-            read.add(name, _Switch(read.switches[blocks[0]].line, children=tuple(blocks)))
+            parsed.add(name, _Switch(parsed.switches[blocks[0]].line, children=tuple(blocks)))
 
 
-def _find_parents(read: _Read) -> None:
-    for name, switch in read.switches.items():
+def _find_parents(parsed: _Read) -> None:
+    for name, switch in parsed.switches.items():
         for child in switch.children:
-            if child not in read.switches:
+            if child not in parsed.switches:
                 raise ConfigError(
                     f"{switch.line}: {name} has {child} below it, which no line names; add "
                     f"SwitchName={child}"
                 )
-            read.parents.setdefault(child, name)
+            parsed.parents.setdefault(child, name)
 
 
-def _path(read: _Read, name: str) -> tuple[str, ...]:
+def _path(parsed: _Read, name: str) -> tuple[str, ...]:
     """Return a switch and those above it, the lowest first."""
-    if name in read.blocks:  # all sizes of aggregated blocks list the blocks themselves
-        above = [x for x, switch in read.switches.items() if name in switch.children]
-        return (name, *sorted(above, key=lambda x: len(read.switches[x].children)))
+    if name in parsed.blocks:  # all sizes of aggregated blocks list the blocks themselves
+        above = [x for x, switch in parsed.switches.items() if name in switch.children]
+        return (name, *sorted(above, key=lambda x: len(parsed.switches[x].children)))
     path = [name]
-    while (parent := read.parents.get(path[-1])) is not None:
+    while (parent := parsed.parents.get(path[-1])) is not None:
         if parent in path:
             raise ConfigError(
-                f"{read.switches[parent].line}: {parent} is below itself; remove it from Switches"
+                f"{parsed.switches[parent].line}: {parent} is below itself; remove it from Switches"
             )
         path.append(parent)
     return tuple(path)
