@@ -26,7 +26,7 @@ PACKAGE = __name__.partition(".")[0]
 
 
 def homes(names: Mapping[str, Iterable[str]]) -> dict[str, str]:
-    """Public name -> full name of its module. names: module below the package -> its names."""
+    """Return the full name of the module of each public name; names: those of each module."""
     return {
         name: f"{PACKAGE}.{module}"
         for module, public_names in names.items()

@@ -123,9 +123,9 @@ class ParallelSection(Section):
     )
     zero_group: k.ZeroGroup = Field(
         default=None,
-        description="Number of neighbouring data ranks that shard what parallel.zero says; the "
-        "others hold replicas, as in HSDP. node: those of a node, so that only sums of shards "
-        "cross nodes. null: all data ranks share.",
+        description="Number of neighbouring data ranks that share one set of shards; other such "
+        "groups hold replicas, as in HSDP. node: the data ranks of a node, so that only sums of "
+        "shards cross nodes. null: all data ranks share one set.",
     )
 
     @property

@@ -14,7 +14,7 @@ from torchdistpackage.equivalence.match import TOLERANCE, difference
 from torchdistpackage.equivalence.record import ParityRecord
 
 Wrong = tuple[float, int]
-"""Difference, relative to the largest number, and rank."""
+"""The largest relative difference of a gradient, and the rank that has it."""
 
 
 class WrongBackward(NamedTuple):

@@ -393,5 +393,6 @@ def _cycles_per_s() -> float:
     begin.record()
     torch.cuda._sleep(cycles)
     end.record()
+    # elapsed_time raises for an event that has not passed
     end.synchronize()
     return cycles / (begin.elapsed_time(end) / 1e3)

@@ -1,7 +1,7 @@
-"""Rotary positions of transformers whose frequencies depend on the length of what is seen.
+"""Rotary positions of transformers whose frequencies depend on the length of a document.
 
-Of the rope types `dynamic` and `longrope` transformers takes the longest sequence of a batch, and
-of `dynamic` that of earlier batches too. Here each document counts by its own length, as it would
+For the rope types `dynamic` and `longrope` transformers takes the longest sequence of a batch, and
+for `dynamic` that of earlier batches too. Here each document counts by its own length, as it would
 alone in a fresh model, whatever is beside it in a sample or a batch and whatever came before.
 """
 

@@ -118,8 +118,8 @@ def clip_factor(norm: Tensor, max_norm: float, count: Tensor | None = None) -> T
 def _shards_of(
     owners: Sequence[ShardedOptimizer], parameters: Sequence[Tensor]
 ) -> list[ParamShard]:
-    """Return the shards of these parameters (none: of all), with their gradients summed over
-    ranks.
+    """Return the shards of these parameters, or of all if none are named, with gradients that are
+    summed over ranks.
     """
     for owner in owners:
         owner.reducer.finish()

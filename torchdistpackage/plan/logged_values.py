@@ -183,7 +183,7 @@ VALUES = (
         "slow ranks, in the steps that report one ([stragglers](stragglers.md))",
     ),
 )
-"""Values that are noted follow all others in a row, in the order of their notes."""
+"""All logged values, in the order of a row; values that callbacks note follow them."""
 
 ASKED = {value.name: value.ask for value in VALUES if value.ask is not None}
 """Functions that give this rank's number, by name of the value."""

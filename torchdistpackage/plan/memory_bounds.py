@@ -140,8 +140,11 @@ class _RankPieces(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlacedCut:
-    """How a placement shares the pieces. blocks, held: of each stage. kinds: number of pieces of
-    each kind on each rank. ranks: the pieces of each."""
+    """The pieces that a placement gives to stages and ranks.
+
+    blocks, held: number of blocks, and the pieces, of each stage. kinds: number of pieces of each
+    kind on each rank. ranks: the pieces of each rank.
+    """
 
     blocks: tuple[float, ...]
     loads: tuple[RankLoad, ...]

@@ -1,7 +1,7 @@
-"""Whether a run fits in the memory of its devices, and what would. No torch.
+"""Decide whether a run fits in the memory of its devices, and find what would. No torch.
 
-A peak is asked of the ranks of three pipe indices: the first, whose stage holds most micro-batches,
-the last, which has the logits, and the one with the most weights and state.
+Three pipe indices have candidates for the largest peak: the first, whose stage holds most
+micro-batches, the last, which has the logits, and the one with the most weights and state.
 """
 
 from collections.abc import Callable, Sequence

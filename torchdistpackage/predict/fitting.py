@@ -36,7 +36,7 @@ def fit(device: Accelerator) -> tuple[Fit, float]:
 
 
 def _error(device: Accelerator, constants: Fit, rows: dict[str, list[PublishedStep]]) -> float:
-    """Mean over the rows of the mean of (predicted / published - 1)^2."""
+    """Return the mean over the rows of the mean of (predicted / published - 1)^2."""
     changed, errors = replace(device, fit=constants), list[float]()
     for steps in rows.values():
         found = [step_time(x.sizes, x.layout, changed).total / x.seconds - 1 for x in steps]

@@ -63,6 +63,7 @@ class Threads:
         self._patience_s = min(PATIENCE_S, limit_s / 4)
         self.finding: Finding | None = None
         self.groups: list[LintGroup] = []
+        # of the board and the turns; reentrant, since an action on the board runs under it
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self._turns = [threading.Semaphore(0) for _ in range(num_ranks)]
@@ -230,7 +231,7 @@ class Threads:
         with self.lock:
             self._next()
             while not self._over:
-                # wakes when a rank acts; the limit is for ranks that compute without acting
+                # wakes at the end, and now and then to look for ranks that compute for long
                 self._changed.wait(self._patience_s / 2)
                 now = time.monotonic()
                 if now > end and not self._over:
@@ -314,6 +315,7 @@ class _Carried:
 
 # -- what torch has once for a process ------------------------------------------------------
 
+# two sets of thread ranks would overwrite each other's records in torch
 _one_at_a_time = threading.Lock()
 
 

@@ -174,7 +174,7 @@ class _ModuleStorages:
                 raise RuntimeError(
                     f"a tensor of shape {tuple(source.shape)} that the backward needs was changed "
                     f"in place: it is at version {source._version}, and was saved at version "
-                    f"{storage.version}"
+                    f"{storage.version}; use an operation that makes a new tensor"
                 )
             of = _bytes_of(source)
             if streams is None:

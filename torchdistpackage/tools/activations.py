@@ -121,6 +121,7 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
     if x._version != version:
         raise RuntimeError(
             f"a tensor of shape {tuple(x.shape)} that the backward needs was modified in place: "
-            f"version {x._version}, saved at version {version}"
+            f"version {x._version}, saved at version {version}; use an operation that makes a new "
+            f"tensor"
         )
     return x

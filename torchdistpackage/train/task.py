@@ -21,7 +21,7 @@ from torchdistpackage.plan.run_plan import TASK_ROOM
 from torchdistpackage.train.staged_model import Microbatches, MicrobatchLoss, StagedModel
 
 Run = Callable[..., None]
-"""A function like `Executor.run`, with its surroundings."""
+"""A function that calls `Executor.run` in the contexts of a pass, such as autocast."""
 
 
 def summed_over(context: Group, x: Tensor) -> Tensor:

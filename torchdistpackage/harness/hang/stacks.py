@@ -102,6 +102,7 @@ class CStacks:
 
     def arm(self) -> None:
         """Restart the timer after which faulthandler writes the stacks."""
+        # a fork must not happen while the timer changes, or the child would inherit half of it
         with self._lock:
             self._start()
 

@@ -273,8 +273,10 @@ class _OwnRun:
     def save(self, step: int) -> None:
         assert self._model.save is not None
         self._rank.folder.mkdir(parents=True, exist_ok=True)
+        # one rank may make the folder late
         primitives.barrier()
         self._model.save(self._rank.folder)
+        # the load that follows reads what all ranks have saved
         primitives.barrier()
 
     def load(self) -> None:

@@ -78,7 +78,7 @@ class Phases:
         self._event = event
         self.clock_s = time.monotonic if self.on_device else cpu_wait_clock()
         self.changes: list[tuple[str, float]] | None = None
-        """A list to note each phase in with the time it began at, "" after the last; or None."""
+        """Phases as they begin, each with its time, "" at the end of the last; None: not kept."""
         self.began_s = 0.0
         """Start of the last step, by time.monotonic."""
         self._phases: dict[str, _PhaseContext] = {}

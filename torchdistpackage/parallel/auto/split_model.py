@@ -107,7 +107,7 @@ class SplitModel(SplitRoot, TakesNoAdapters, Marked):
 
     @property
     def module_shards(self) -> Sequence[nn.Module]:
-        """The shards of this process, which is this module."""
+        """The shards of this process: this module alone."""
         return (self,)
 
     @property

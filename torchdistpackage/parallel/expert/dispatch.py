@@ -107,6 +107,7 @@ class Dispatch(Choices):
 
     def send_back(self, rows: Tensor) -> Tensor:
         """Return each result to the rank of its token: rows (n, D) in the order of `rows_of`."""
+        # the tokens are combined next, so nothing is left to compute meanwhile
         return TokenExchange(rows, self.group).begin(self.received, self.sent).wait()
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class FullTensors:
         return tensors
 
     def from_full(self, full: Full) -> Self:
-        """Overwrite every parameter with its part of that of `full`; returns this module.
+        """Overwrite every parameter with this rank's slice of it in `full`; return this module.
 
         full: a one-process module (`nn.Linear`, `nn.Embedding`, a norm, this class in a group of
             one rank) or its tensors by name, equal on all ranks. Nothing is sent.

@@ -262,7 +262,7 @@ def as_state_action(action: Any) -> tuple[StateAction, bool]:
     """Return the action of a rule, and whether it was given in an earlier form.
 
     Raises:
-        LayoutError: it is none.
+        LayoutError: `action` is no action of a rule, in today's form or an earlier one.
     """
     if isinstance(action, StateAction):
         return action, False
