@@ -57,7 +57,7 @@ class SitePartition(Section):
 
 
 class SiteNode(Section):
-    """What the job of `tdp site --probe` saw on a node.
+    """The facts that the job of `tdp site --probe` saw on a node.
 
     pythons: an interpreter and whether it starts there and finds torch. found: other facts, for
     people.

@@ -15,7 +15,9 @@ Placed = dict[str, list[tuple[Box, Tensor]]]
 """Name of a global tensor -> the boxes of it that a rank holds, with the elements in them."""
 
 STATE = "#"
-"""What separates a parameter's name from the key of a state that an optimizer keeps for it."""
+"""The text that separates a parameter's name from the key of a state that an optimizer keeps for
+it.
+"""
 
 
 def full_tensors(record: Placed) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ class ModuleCalls:
 
 @dataclass(frozen=True, slots=True)
 class ResumeGap:
-    """What a resumed run has otherwise than the same run without a stop.
+    """A difference of a resumed run from the same run without a stop.
 
     kind: a key of `CAUSES`. what: the name of a tensor, or what differs. when: as `after stop 2`.
     excess: the difference, over the largest number; None: it is missing, or is no number.

@@ -17,7 +17,7 @@ from torchdistpackage.equivalence.record import ResumeGap
 
 @dataclass
 class RunMoment:
-    """What one rank has between two steps, and what it met in the last of them.
+    """The state of one rank between two steps, and what it met in the last of them.
 
     tensors: weights and optimizer states by name. random: the states that it draws from next.
     """

@@ -29,7 +29,7 @@ _KNOWN = ("Transformer", "Pooling", "Normalize")
 
 
 class Embedder(NamedTuple):
-    """What the folder of an embedding says: train.embedding.pooling, and the most tokens of a
+    """The settings in the folder of an embedding: train.embedding.pooling, and the most tokens of a
     text, None if it names none.
     """
 

@@ -37,7 +37,8 @@ _OTHER_KEYS = {
 
 @dataclass(frozen=True)
 class Certificate:
-    """What was proved. config: its hash. code: that of the files of the user's own modules.
+    """A record of what was proved. config: its hash. code: that of the files of the user's own
+    modules.
 
     versions: of the packages that compute. layouts: axes with their numbers of ranks, each the same
     as one process.

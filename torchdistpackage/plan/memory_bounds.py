@@ -31,7 +31,7 @@ from torchdistpackage.predict.step import RankLoad, rank_loads
 from torchdistpackage.topology.mesh import topology
 
 _NEARLY = 0.99
-"""Of the bytes that blocks keep by three of their sizes, which rounding changes a little."""
+"""Factor of bytes that are computed from three sizes of a block, against rounding."""
 
 
 def base_plan(run: RunConfig, ranks_per_node: int | None) -> Plan:
@@ -68,8 +68,11 @@ class _StateBytes(NamedTuple):
 
 
 class _ThirdStage(NamedTuple):
-    """What the third stage of ZeRO counts of weights: all of them in buckets, or none where buckets
-    are not counted, and the parts of a rank, or none where they are copies of wide ones."""
+    """The numbers of weights that the third stage of ZeRO counts.
+
+    gathered: those in buckets; 0 if buckets are not counted. parts: those of a rank's shards; 0 if
+    they are copies of wider ones.
+    """
 
     gathered: int
     parts: int
@@ -106,8 +109,9 @@ class _Held(NamedTuple):
 
 
 class _PieceBytes(NamedTuple):
-    """What a micro-batch takes at least of a block, of an attention and an MLP whose other half is
-    on another stage, and of the head."""
+    """The least bytes of a micro-batch in a block, in an attention or an MLP whose other half is on
+    another stage, and in the head.
+    """
 
     block: LeastBytes
     attention: LeastBytes

@@ -1,5 +1,6 @@
-"""What the ranks of a pipe hold under each schedule, known from its numbers alone where it is
-published. No torch."""
+"""The micro-batches that ranks of a pipe hold under each schedule, from formulas where they are
+published. No torch.
+"""
 
 from functools import lru_cache
 

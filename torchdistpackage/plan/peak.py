@@ -360,7 +360,9 @@ def _kept(layer: LayerNumbers, batch: Microbatch) -> _Moment:
 
 
 TARGET_BYTES = 13
-"""Of a token: its column, whether it is here, and its factor (parallel/tensor/loss_terms.py)."""
+"""Bytes for each token: its column, whether it is here, and its factor
+(parallel/tensor/loss_terms.py).
+"""
 
 
 def _temporary(layer: LayerNumbers, batch: Microbatch, experts: int, on_gpu: bool) -> float:

@@ -145,9 +145,11 @@ class LayerCosts:
         return [each for each in ops if each.forward or each.backward]
 
     def _host_copies(self, rows: float, q: float) -> Iterator[Operation]:
-        """On a host, where no fitted share of a device has them in it: attention has its dims in
-        another order, in which its result and four gradients are copied, and two biases are added
-        by themselves, as those of layers that tensor ranks split by rows are."""
+        """Yield the copies of attention on a host; on a device a fitted share covers them.
+
+        Attention has its dims in another order, so its result and four gradients are copied. Two
+        biases are added by themselves, as in layers that tensor ranks split by rows.
+        """
         if self.device.is_host:
             yield self._elementwise("attention copies", rows * q, (4, 16), (4, 16), 2)
             yield self._elementwise("biases", 2 * rows * self.sizes.dim, (4, 2), (4, 2), 2)

@@ -21,8 +21,9 @@ Kernels = Literal["eager", "fused"]
 Transformer Engine and Megatron-LM have them. eager: one kernel an operation of PyTorch."""
 
 Loss = Literal["eager", "narrow", "fused"]
-"""Of logits as PyTorch's cross_entropy has it, with a copy of them in float32 or without; or in one
-kernel."""
+"""Kinds of a loss: PyTorch's cross_entropy with a float32 copy of the logits (eager) or without
+(narrow), or one kernel (fused).
+"""
 
 AttentionKernel = Literal["unfused", "flash2", "flash3"]
 """flash3 stands for every kernel made for Hopper or later, that of cuDNN too."""

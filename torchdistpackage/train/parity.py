@@ -74,7 +74,7 @@ def compare_plan(
 
 
 def _defaults(target: Callable[..., object]) -> dict[str, Any]:
-    """Of the arguments that have one."""
+    """Return the default of each argument of `target` that has one."""
     try:
         parameters = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):

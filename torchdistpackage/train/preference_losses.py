@@ -13,8 +13,9 @@ from torchdistpackage.config.schema import DpoSection
 
 
 class PairScores(NamedTuple):
-    """Of each pair (N,) the score of the chosen and of the rejected answer: its log-probability,
-    over that of the reference where the loss has one.
+    """Scores (N,) of the chosen and the rejected answer of each pair.
+
+    A score is a log-probability, minus that of the reference if the loss has one.
     """
 
     chosen: Tensor

@@ -114,7 +114,7 @@ def record_rank(
 
 @dataclass(frozen=True)
 class _OwnRank:
-    """What a rank builds and is fed; index, num: its place along data. folder: of its saves."""
+    """A rank with its model and inputs; index, num: its place along data. folder: of its saves."""
 
     build: Callable[[], ParityModel]
     batch: Callable[[int, int, int], Any]

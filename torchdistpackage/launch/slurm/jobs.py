@@ -47,7 +47,7 @@ _TRIES_S = (0.0, 1.0, 3.0)
 """Seconds to wait before each look for a job whose answer was lost: Slurm lists it a bit later."""
 
 Intent = tuple[RunDir, Submission]
-"""Where and how to note a job: without its id, or only with its task of an array."""
+"""The folder and the record of a job to note: without its id, or with its task of an array."""
 
 
 def query_runs(runs: Iterable[SubmittedRun], runner: Runner = run_command) -> QueryResult:

@@ -1,4 +1,4 @@
-"""When a number of nodes could start, from what Slurm says of its nodes and its queue.
+"""Estimate when nodes could start, from what Slurm says of its nodes and its queue.
 
 Nodes are idle now, come free when a running job ends, and are taken when a waiting job starts. A
 new job delays none of these, so it starts at the first moment from which on its nodes stay free for

@@ -98,7 +98,7 @@ class SubmittedRun:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How a run is. word: Slurm's, or one of ours where Slurm knows nothing (any more)."""
+    """The status of a run. word: Slurm's, or one of ours where Slurm knows nothing (any more)."""
 
     word: str
     outcome: Outcome
@@ -134,7 +134,7 @@ class RunStart:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """How a run is, as its folder says. reason: why it ended so, "" if that is not known."""
+    """The state of a run, as its folder says. reason: why it ended so, "" if that is not known."""
 
     word: str
     reason: str = ""
