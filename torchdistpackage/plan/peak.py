@@ -430,7 +430,7 @@ def _deferred(layer: LayerNumbers, batch: Microbatch) -> float:
 def _stream_bytes(plan: Plan, batch: Microbatch) -> float:
     """Return the bytes of what goes from block to block."""
     if plan.traced:
-        return max(stage.at(of.rows).stream for stage in plan.traced.values())
+        return max(stage.at(batch.rows).stream for stage in plan.traced.values())
     assert plan.shape is not None
     parts = batch.tensor if plan.shape.sequence_parallel else 1
     return batch.rows // parts * plan.shape.dim * ITEM_BYTES[batch.stream]
