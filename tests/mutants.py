@@ -504,6 +504,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/mutants", description=__doc__)
     parser.add_argument("--number", type=int, default=15, help="how many are drawn")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, help="run the first of them alone, a fair sample")
     parser.add_argument(
         "--old", metavar="COMMIT", help="run the tests of this commit on what is left alive"
     )
@@ -538,7 +539,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     (out / "mutants.json").write_text(json.dumps([asdict(x) for x in mutants], indent=1))
     rows: dict[str, dict[str, list]] = kept["rows"]
     for name, is_elsewhere in itertools.product(names, (False, True)):
-        for number, mutant in enumerate(mutants, 1):
+        for number, mutant in enumerate(mutants[: given.first], 1):
             row, done = rows.setdefault(mutant.key, {}), kept.setdefault("done", [])
             step = f"{mutant.key} {name} {is_elsewhere}"
             if step in done or "killed" in (row.get(x, [""])[0] for x in names):

@@ -10,7 +10,7 @@ from torch.distributed import distributed_c10d
 
 from tests.comm.blocking import NAME, Log, blocking_world
 from tests.parallel.pipeline.whole_model import DIM
-from torchdistpackage.comm import creation
+from torchdistpackage.comm import creation, groups
 from torchdistpackage.comm.backends import Transport
 from torchdistpackage.comm.groups import Groups, connect, on_cpu
 from torchdistpackage.comm.p2p import Post
@@ -274,3 +274,24 @@ def of_other_ranks(folder: str) -> None:
 @pytest.mark.own_transport("brings a back end of its own")
 def test_a_communicator_of_other_ranks_is_noticed(ranks, tmp_path):
     ranks(2).run(of_other_ranks, str(tmp_path))
+
+
+class Ring:
+    """Stands in for a group of 8 ranks whose messages leave by a queue, seen by rank 0."""
+
+    def size(self) -> int:
+        return 8
+
+    def rank(self) -> int:
+        return 0
+
+
+def test_pairs_that_the_ring_has_connected_are_not_connected_again(monkeypatch):
+    asked: list[list[int]] = []
+    monkeypatch.setattr(groups, "is_queued", lambda group: True)
+    monkeypatch.setattr(groups, "ranks_of", lambda group: range(10, 18))
+    monkeypatch.setattr(groups, "_messages", lambda group, peers: asked.append(peers))
+    ring = Ring()
+    for _ in range(2):  # the second time all are there
+        groups.connect_pairs(ring, [(0, 1), (1, 0), (0, 2), (7, 0), (3, 0), (4, 6)])  # type: ignore[arg-type]
+    assert asked == [[12, 13]]

@@ -111,6 +111,12 @@ def test_the_choice_follows_heads_and_links():
     assert tells(a2a_problem(9, 3, 2), "p2p", "all_gather", "1, 3", "9 ranks")
 
 
+def test_blocks_that_do_not_fill_the_group_are_refused_with_those_that_do():
+    choice.check_a2a_size(4, 1)
+    with pytest.raises(LayoutError, match=facts_pattern("a2a_size=3", "4 context ranks", "1, 2")):
+        choice.check_a2a_size(4, 3)
+
+
 def test_ranges_that_touch_are_one():
     assert joined((range(4, 6), range(2), range(2, 4))) == (range(6),)
 

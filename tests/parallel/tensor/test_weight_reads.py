@@ -22,6 +22,7 @@ from torchdistpackage.parallel.tensor.embedding import (
 )
 from torchdistpackage.parallel.tensor.linear import ColumnLinear, RowLinear
 from torchdistpackage.parallel.tensor.lookup import split_lookup
+from torchdistpackage.parallel.tensor.weight_reads import _places
 
 
 def close(ours: Tensor, expected: Tensor) -> None:
@@ -180,3 +181,13 @@ def under_compile() -> None:
 @pytest.mark.own_transport("a graph calls torch's collectives of its own groups")
 def test_a_graph_reads_it_whole_too(ranks):
     ranks(2).run(under_compile)
+
+
+def test_slices_of_a_fused_weight_are_put_in_the_order_of_the_whole():
+    fused = Layout("fused", (12, 6), (("tensor",), ()), parts=((4, 6, 2), ()))
+    dim, lengths, index = _places(fused, 2)
+    assert (dim, lengths) == (0, [6, 6]) and index is not None
+    joined = [0, 1, 4, 5, 6, 10, *(2, 3, 7, 8, 9, 11)]  # half of each part, rank by rank
+    assert [joined[at] for at in index.tolist()] == [*range(12)]
+    plain = Layout("w", (4, 6), ((), ("tensor",)))
+    assert _places(plain, 3) == (1, [2, 2, 2], None)
