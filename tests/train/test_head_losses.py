@@ -313,6 +313,7 @@ def test_samples_are_shown_with_their_labels(tdp, tmp_path, kind, first, second)
     keys += [f"model.hf={tmp_path}/config.json", "data.global_batch=16", *labels]
     code, said = tdp(["data", "show", str(tmp_path / "run.yaml"), *keys, "--number", "16"])
     assert code == 0 and first in said and second in said, said
+    assert "data.document_masks" not in said, "a sample has one text"
 
 
 OTHERS = [

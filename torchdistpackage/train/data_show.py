@@ -61,7 +61,9 @@ def show_samples(
             yield from row_text(row, codec, marks, named)
             yield ""
     yield text_table(shares.rows(per_sample), num_left=1)
-    if config.data.tokenizer is not None and not config.data.document_masks:
+    spec, has_tokenizer = config.data.spec, config.data.tokenizer is not None
+    is_packed = has_tokenizer and (spec is None or not spec.task)  # else a sample has one text
+    if is_packed and not config.data.document_masks:
         yield (
             "tokens attend to earlier documents of their sample (data.document_masks keeps them "
             "apart)"
