@@ -1,12 +1,15 @@
 """`tdp prove` of a configuration: a right run is one line, a planted mistake is named."""
 
+import json
 from pathlib import Path
 
 import pytest
 from torch import nn
 
 from torchdistpackage.cli.main import main
-from torchdistpackage.config.load import loads
+from torchdistpackage.config.load import load, loads
+from torchdistpackage.errors import ConfigError
+from torchdistpackage.plan.parity_model import model_plan
 from torchdistpackage.plan.parity_plan import parity_run
 from torchdistpackage.plan.run_plan import make_plan, num_ranks
 from torchdistpackage.train.parity import compare_plan, compare_run
@@ -82,6 +85,38 @@ def test_a_model_of_ones_own_is_made_smaller_if_it_can_be(pool, least: int):
     own_size = [line for line in said if "compared in its own size" in line]
     assert len(own_size) == (least == 64) and said[-1].startswith("1 of 1, data 2: the same")
     assert all("not with a width of 32" in line for line in own_size)
+
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_is_right(pool, path: Path):
+    config = load(str(path), ["data.name=python_stdlib", "data.path=null", "model.vocab=256"])
+    plan = make_plan(config, num_ranks(config))
+    report = compare_plan(plan, lambda line: None, pool, "this")
+    assert report.is_right, str(report)
+
+
+@pytest.mark.full
+def test_every_class_of_transformers_is_right(pool, tmp_path: Path):
+    """Those of docs/model_classes.md; an axis that a class refuses is left out."""
+    from tests.models import coverage  # loads transformers
+
+    wrong: dict[str, str] = {}
+    for name in coverage.names():
+        folder, small = tmp_path / name, tmp_path / name / "small"
+        small.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(coverage.settings(name)))
+        try:
+            plan, _ = model_plan(str(folder), [], small)
+        except ConfigError:
+            continue  # no axis is left
+        report = compare_plan(plan, lambda line: None, pool)
+        if not report.is_right:
+            wrong[name] = str(report)
+    assert wrong == {}
 
 
 def test_one_rank_is_refused(tmp_path: Path, capsys):

@@ -76,6 +76,10 @@ PARTS = Measure()
 """Values of all ranks in float64, wherever their tensors were cut."""
 
 
+WITH_SINGLE = Measure(tolerance=1e-5, noise=1e-6)
+"""Values in float64 of which some have been in float32 on the way."""
+
+
 def elementwise_within(tolerance: float, least_noise: float = 0.0) -> Measure:
     """Measure tensors of one shape, element by element."""
     return Measure(tolerance, 0.0, least_noise, elementwise, False)
@@ -101,21 +105,27 @@ def _joined(part: Tensor, full_tensor: Tensor, scale: float) -> float:
 
 def _fit(part: Tensor, full_tensor: Tensor, scale: float) -> float | None:
     """Return the difference where `part` fits best, also with the first two dims merged."""
-    best = _best(part, full_tensor)
+    best = _best(part, full_tensor, scale)
     if part.dim() > 2 and (best is None or best > TOLERANCE * scale):
         # samples of several microbatches, of a model whose first dim is the sequence
-        merged = _best(part.flatten(0, 1), full_tensor.flatten(0, 1))
+        merged = _best(part.flatten(0, 1), full_tensor.flatten(0, 1), scale)
         best = min((x for x in (best, merged) if x is not None), default=None)
     return best
 
 
-def _best(part: Tensor, full_tensor: Tensor) -> float | None:
-    """Return the smallest difference over all pieces of the shape of `part`; None: it is too
-    long.
+def _best(part: Tensor, full_tensor: Tensor, scale: float) -> float | None:
+    """Return the smallest difference over all pieces of the shape of `part`, or that of the first
+    one that fits; None: it is too long.
     """
     if part.shape[0] > full_tensor.shape[0]:
         return None
-    return min((_rows(part, piece) for piece in _pieces(part.shape[1:], full_tensor)), default=None)
+    best: float | None = None
+    for piece in _pieces(part.shape[1:], full_tensor):
+        gap = _rows(part, piece, TOLERANCE * scale)
+        best = gap if best is None else min(best, gap)
+        if best <= TOLERANCE * scale:
+            break
+    return best
 
 
 def missing_place(parts: Sequence[Tensor], full_tensor: Tensor) -> bool:
@@ -130,8 +140,9 @@ def missing_place(parts: Sequence[Tensor], full_tensor: Tensor) -> bool:
     ):
         return False
     scale = max(float(_real(full_tensor).abs().max()) if full_tensor.numel() else 0.0, 1e-30)
+    limit = TOLERANCE * scale
     fits = [
-        {i for i, piece in enumerate(pieces) if _rows(_real(part), piece) <= TOLERANCE * scale}
+        {i for i, piece in enumerate(pieces) if _rows(_real(part), piece, limit) <= limit}
         for pieces in [[*_pieces(shape, _real(full_tensor))]]
         for part in parts
     ]
@@ -167,12 +178,18 @@ def _pieces(shape: torch.Size, full_tensor: Tensor) -> Iterator[Tensor]:
         yield full_tensor[(slice(None), *piece)]
 
 
-def _rows(part: Tensor, full_tensor: Tensor) -> float:
-    """Return how far the row that fits worst is from the row it fits best."""
-    if part.shape[0] == 0:
+def _rows(part: Tensor, full_tensor: Tensor, limit: float) -> float:
+    """Return how far the row that fits worst is from the row it fits best.
+
+    limit: a difference that is none; rows in order are looked at first, and end the search.
+    """
+    number = part.shape[0]
+    if number == 0:
         return 0.0
-    if part.shape == full_tensor.shape and (same := float((part - full_tensor).abs().max())) == 0.0:
-        return same
+    for start in range(0, full_tensor.shape[0] - number + 1, number):
+        in_order = float((part - full_tensor[start : start + number]).abs().max())
+        if in_order <= limit:
+            return in_order
     return float(_apart(part, full_tensor).min(dim=1).values.max())
 
 

@@ -22,9 +22,9 @@ WIDE = (torch.float32, torch.float64)
 class _CastMode(TorchDispatchMode):
     """Notes the module in which a floating-point tensor becomes one of fewer than 32 bits."""
 
-    def __init__(self, running: Sequence[str], casts: dict[str, str]):
+    def __init__(self, running: Sequence[str], casts: dict[str, str], singles: list[str]):
         super().__init__()
-        self._running, self._casts = running, casts
+        self._running, self._casts, self._singles = running, casts, singles
 
     def __torch_dispatch__(
         self,
@@ -34,6 +34,10 @@ class _CastMode(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if any(_is(x, torch.float32) for x in leaves_of(result)):
+            inputs = [*leaves_of((args, kwargs))]
+            if any(_is(x, torch.float64) for x in inputs):
+                self._singles[:] = self._singles or [self._running[-1] if self._running else ""]
         narrow = [x.dtype for x in leaves_of(result) if _is_narrow(x)]
         if narrow:
             inputs = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)]
@@ -43,14 +47,20 @@ class _CastMode(TorchDispatchMode):
         return result
 
 
+def _is(x: object, dtype: torch.dtype) -> bool:
+    return isinstance(x, Tensor) and x.dtype == dtype and x.dim() > 0
+
+
 def _is_narrow(x: object) -> bool:
     return isinstance(x, Tensor) and x.dtype.is_floating_point and x.dtype.itemsize < 4
 
 
 @contextmanager
-def noting_casts(modules: Mapping[str, nn.Module], casts: dict[str, str]) -> Iterator[None]:
+def noting_casts(
+    modules: Mapping[str, nn.Module], casts: dict[str, str], singles: list[str]
+) -> Iterator[None]:
     """Note the casts inside the block: module -> type; without a running module, as in a sum of
-    gradients, the name is empty.
+    gradients, the name is empty. singles: gets the first module that goes on in float32.
     """
     running: list[str] = []
 
@@ -65,7 +75,7 @@ def noting_casts(modules: Mapping[str, nn.Module], casts: dict[str, str]) -> Ite
         hooks.append(module.register_forward_pre_hook(partial(enter, name)))
         hooks.append(module.register_forward_hook(leave))
     try:
-        with _CastMode(running, casts):
+        with _CastMode(running, casts, singles):
             yield
     finally:
         for hook in hooks:

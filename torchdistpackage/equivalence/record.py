@@ -66,7 +66,8 @@ class ParityRecord:
     placed_update, placed: weights and optimizer states after the first step, and the last one.
     placed_loaded, placed_after: the same once the save of one process is loaded, and a step later.
     resume_gaps: what differs after a stop and start.
-    casts: modules that round numbers to 16 or 8 bits, with the type.
+    casts: modules that round numbers to 16 or 8 bits, with the type. singles: the first module that
+    goes on in float32, as norms of transformers do; empty: none does.
     error_detail: its traceback, or where all ranks hung.
     """
 
@@ -91,6 +92,7 @@ class ParityRecord:
     placed_after: Placed = field(default_factory=dict)
     resume_gaps: list[ResumeGap] = field(default_factory=list[ResumeGap])
     casts: dict[str, str] = field(default_factory=dict[str, str])
+    singles: list[str] = field(default_factory=list[str])
     error: str = ""
     error_detail: str = ""
 
@@ -237,10 +239,7 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
     """Set all dropout modules and probabilities named `dropout` to 0 inside the block."""
     saved: list[tuple[object, str, object]] = []
     for part in module.modules():
-        names = (
-            ("p",) if isinstance(part, nn.modules.dropout._DropoutNd) else ("dropout", "dropout_p")
-        )
-        for name in names:
+        for name in ("p", "drop_prob") if _is_dropout(part) else ("dropout", "dropout_p"):
             value = getattr(part, name, None)
             if isinstance(value, float) and value > 0:
                 saved.append((part, name, value))
@@ -252,6 +251,12 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
             setattr(part, name, value)
 
 
+def _is_dropout(module: nn.Module) -> bool:
+    """Return True for torch's dropout layers, and for others that are called so."""
+    named = type(module).__name__.endswith("Dropout")
+    return named or isinstance(module, nn.modules.dropout._DropoutNd)
+
+
 def dropout_masks(module: nn.Module, call: Callable[[], object]) -> dict[str, Tensor]:
     """Return which elements each dropout module kept in its first call in `call()`, by module
     name.
@@ -259,7 +264,7 @@ def dropout_masks(module: nn.Module, call: Callable[[], object]) -> dict[str, Te
     masks: dict[str, Tensor] = {}
     hooks = []
     for name, part in module.named_modules():
-        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
+        if _is_dropout(part) and float(getattr(part, "p", getattr(part, "drop_prob", 0.0))) > 0:
 
             def hook(
                 _: nn.Module, args: tuple[Tensor, ...], output: Tensor, name: str = name

@@ -147,7 +147,6 @@ def _small(plan: Plan, layouts: Sequence[Mapping[str, int]]) -> RunConfig:
     config = plan.config
     if config.model.name is not None:
         config = smaller_model(config)
-        config = _with(config, "model", dropout=0.0)
     rounds = config.pipeline.microbatches * config.train.accumulate
     if config.pipeline.schedule != CUSTOM:
         rounds = min(config.pipeline.microbatches, 4) * min(config.train.accumulate, 2)

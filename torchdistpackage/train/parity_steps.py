@@ -120,7 +120,7 @@ def _compared_steps(trainer: Trainer, record: ParityRecord, *, alike: bool, drop
             told_where(parts),
             nullcontext() if dropout else without_dropout(trainer.stage),
             recording(parts, record, lambda n=step: n == 1),
-            noting_casts(parts, record.casts) if step == 2 else nullcontext(),
+            noting_casts(parts, record.casts, record.singles) if step == 2 else nullcontext(),
         ):
             result = trainer.train_step(step).wait()
         trainer.update.before_step = before_step

@@ -153,7 +153,7 @@ def _compared_steps(rank: _OwnRank, model: ParityModel, record: ParityRecord) ->
             without_dropout(module),
             recording(parts, record, lambda n=number: n == 0),
             _noting_gradients(model, record) if number == 0 else nullcontext(),
-            noting_casts(parts, record.casts) if number == 1 else nullcontext(),
+            noting_casts(parts, record.casts, record.singles) if number == 1 else nullcontext(),
         ):
             loss = model.step(fed)
         if loss is not None:
