@@ -6,7 +6,7 @@ import pytest
 
 from tests.train import parity
 from tests.train.test_parity import cases, overrides
-from torchdistpackage.train.callbacks import ReplicaCheck
+from torchdistpackage.train.replica_check import ReplicaCheck
 
 STAGES = (1, 2, 3)
 CASES = {param.id: param.values[0] for param in cases()}
