@@ -28,8 +28,21 @@ KEYS = {
     "reward": ["data.name=reward", "data.center_rewards=0.05"],
 }
 """What the YAML has of each kind of task here."""
-LORA = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"]}
-ADAPTERS = "model.lora={r: 3, alpha: 6, target: [q_proj, v_proj, down_proj]}"
+TARGETS = {
+    "llama": ["q_proj", "v_proj", "down_proj"],
+    "bert": ["query", "value"],
+    "roberta": ["query", "intermediate.dense"],
+    "modernbert": ["Wqkv", "mlp.Wo"],
+    "phi3": ["qkv_proj", "down_proj"],
+}
+"""The layers that get adapters, by the type of the model."""
+
+
+def adapters_of(model: str) -> str:
+    return f"model.lora={{r: 3, alpha: 6, target: [{', '.join(TARGETS[model])}]}}"
+
+
+ADAPTERS = adapters_of("llama")
 ENDING = {"token_classification": "ForTokenClassification"}
 
 
@@ -160,7 +173,9 @@ def _with_adapters(kind: str, model: nn.Module, adapters: dict[str, Tensor]) -> 
 
     task = "TOKEN_CLS" if kind == "token_classification" else "SEQ_CLS"
     with quiet():
-        model = get_peft_model(model, LoraConfig(task_type=task, **LORA))
+        targets = TARGETS[model.config.model_type]
+        settings = LoraConfig(task_type=task, r=3, lora_alpha=6, target_modules=targets)
+        model = get_peft_model(model, settings)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:

@@ -15,6 +15,8 @@ from tests.train.head_ranks import (
     ENDING,
     KEYS,
     NAMES,
+    TARGETS,
+    adapters_of,
     begun,
     data_keys,
     expected_values,
@@ -57,7 +59,7 @@ def heads(ranks, tmp_path_factory):
             ending = ENDING.get(kind, "ForSequenceClassification")
             ranks(1).run(save_head, config_of(model), str(folder / "model"), ending, num)
             overrides = [*data_keys(kind, folder), f"model.hf={folder / 'model'}"]
-            overrides += [ADAPTERS] * adapted
+            overrides += [adapters_of(model)] * adapted
             adapters = parity.whole(ranks(1).run(initial, overrides)) if adapted else None
             truth = ranks(1).run(of_transformers, kind, overrides, adapters)[0]
             made[kind, model, adapted] = overrides, truth
@@ -124,6 +126,27 @@ def test_a_head_beside_adapters_is_trained_as_by_peft(ranks, heads, kind, layout
     assert "score.weight" in trained_ones
 
 
+OF_OTHERS = [
+    (model, kind, layout)
+    for model in TARGETS
+    for kind in ("classification", "token_classification")
+    for layout in ("data2-zero3", "tensor2", "pipe2")
+    if model != "llama"
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("model", "kind", "layout"), OF_OTHERS)
+def test_a_head_beside_adapters_without_a_table_is_trained_as_by_peft(
+    ranks, heads, model, kind, layout
+):
+    case = heads(kind, model, adapted=True)
+    found = expect_those_of_transformers(ranks, case, kind, layout)
+    trained_ones = {name for mine, *_ in found for name, *_ in mine.gradients[0]}
+    own = {x for x in trained_ones if ".lora_" not in x}
+    assert own and all(x.startswith(("score.", "classifier.")) for x in own)
+
+
 OF_FAMILIES = [
     (model, kind, layout)
     for model in MODELS
@@ -149,6 +172,12 @@ OF_ENCODERS = [
     for layout in ("data2", "data2-zero3", "tensor2", "pipe2")
     if layout != "pipe2" or model not in ("deberta-v2", "albert")
 ]
+OF_ENCODERS += [("bert", kind, "tensor2") for kind in ("weighted", "multi_label", "reward")]
+OF_ENCODERS += [
+    ("bert", kind, layout)
+    for kind in ("classification", "token_classification")
+    for layout in ("data2-zero1", "data2-zero2", "pipe2xtensor2", "interleaved")
+]
 OF_TWO = [
     ("bert", "classification", "data2-zero3"),
     ("modernbert", "token_classification", "tensor2"),
@@ -162,6 +191,27 @@ OF_TWO = [
 def test_heads_of_encoders_are_those_of_transformers(ranks, heads, model, kind, layout):
     """Whose tokens see their padding unless it is masked, and which pool by themselves."""
     expect_those_of_transformers(ranks, heads(kind, model), kind, layout, NO_GRADIENT)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["tensor2", "data2-zero3", "pipe2"])
+def test_dropout_is_drawn_alike_by_ranks_that_have_the_same(ranks, tmp_path, layout):
+    """Their replicas would drift apart otherwise; `parity.whole` holds them together bit by bit."""
+    config, folder = config_of("bert"), tmp_path / "model"
+    ranks(1).run(save_head, config, str(folder), "ForSequenceClassification", 3)
+    keys = [*data_keys("classification", tmp_path), f"model.hf={folder}"]
+    ((still, *_),) = ranks(1).run(trained, keys)
+    settings = json.loads((folder / "config.json").read_text())
+    rates = dict.fromkeys(
+        ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"), 0.3
+    )
+    (folder / "config.json").write_text(json.dumps(settings | rates))
+    size, changes = LAYOUTS[layout]
+    found = ranks(size).run(trained, [*keys, *changes])
+    losses = found[0][0].losses
+    assert all(mine.losses == losses for mine, *_ in found)
+    assert all(abs(x - y) > 1e-6 for x, y in zip(losses, still.losses, strict=True))
+    assert parity.whole([mine.weights for mine, *_ in found])
 
 
 OF_DECODERS = [
@@ -227,14 +277,16 @@ def test_a_head_begins_on_the_folder_of_another_class(ranks, tmp_path, model, en
         ("llama", []),
         ("llama", [ADAPTERS]),
         *(pytest.param(x, [], marks=FULL) for x in ("bert", "modernbert", "phi3")),
+        *(pytest.param(x, [adapters_of(x)], marks=FULL) for x in ("bert", "roberta")),
     ],
-    ids=["whole", "adapters", "bert", "modernbert", "phi3"],
+    ids=["whole", "adapters", "bert", "modernbert", "phi3", "bert-adapters", "roberta-adapters"],
 )
 def test_a_language_model_begins_with_a_new_head_and_comes_back_from_an_export(
     tdp, ranks, tmp_path, model, lora
 ):
     """It is the same on each layout; transformers makes of the export what `tdp eval` says."""
-    ending = "ForMaskedLM" if model in ENCODERS else None
+    # a pooler that begins anew beside adapters would stay as drawn, and be in no export
+    ending = ("" if lora and model == "bert" else "ForMaskedLM") if model in ENCODERS else None
     ranks(1).run(save_head, config_of(model), str(tmp_path / "model"), ending, 0)
     keys = [*data_keys("classification", tmp_path), f"model.hf={tmp_path}/model", *lora]
     keys.append("data.labels=[red, green, blue]")
@@ -349,7 +401,7 @@ _FNET = {"model_type": "fnet", "vocab_size": 300, "hidden_size": 16, "num_hidden
 _FNET |= {"intermediate_size": 24, "max_position_embeddings": 40, "pad_token_id": 0}
 UNFIT = [
     ("bert", ["data.seq_len=41"], ("data.seq_len=41", "positions", "40")),
-    ("bert", ["model.lora={target: [query]}"], ("model.lora.target", "BertForSequence")),
+    ("bert", ["model.lora={target: [q_proj]}"], ("model.lora.target", "q_proj", "query")),
     ("bert", ["parallel.context=2"], ("parallel.context", "bert")),
     ("bert", ["data.name=text"], ("BertLMHeadModel", "both directions", "is_decoder")),
     ("distilbert", ["data.name=text"], ("distilbert", "causal", "classification", "embedding")),
@@ -372,6 +424,16 @@ def test_what_a_class_cannot_do_is_refused_before_ranks_start(tmp_path, model, c
         make_plan(parity.config([*BASE, *keys, *changes]), num)
     for fact in facts:
         assert fact in str(error.value)
+
+
+@pytest.mark.full
+def test_what_adapters_would_leave_as_it_was_drawn_is_refused(ranks, tmp_path):
+    """peft saves no pooler, so that no export could tell which one the head was trained on."""
+    ranks(1).run(save_head, config_of("bert"), str(tmp_path / "model"), "ForMaskedLM", 0)
+    keys = [*data_keys("classification", tmp_path), f"model.hf={tmp_path}/model"]
+    given = [*BASE, *keys, "data.labels=[red, green, blue]", adapters_of("bert")]
+    with pytest.raises(ConfigError, match=r"bert\.pooler\.dense\.bias.*model\.lora"):
+        make_plan(parity.config(given), 1)
 
 
 @pytest.mark.full

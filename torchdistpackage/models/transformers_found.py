@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchdistpackage.config.head_tasks import ModelHead
+from torchdistpackage.config.head_tasks import ModelHead, is_head
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.families.found import (
     BESIDE,
@@ -47,6 +47,7 @@ from torchdistpackage.models.transformers_meta import (
     ALONE,
     known_settings,
     on_meta,
+    other_tasks,
     scores_positions,
 )
 from torchdistpackage.models.transformers_small import (
@@ -123,10 +124,10 @@ def _read(text: str, tensor: int, head: ModelHead | None = None) -> FoundModel:
     with ALONE:
         config = known_settings(config_dict, head)
         model = on_meta(config_dict, torch.float32, head=head)
-        return _found(model, config, _tried(config_dict, head))
+        return _found(model, config, _tried(config_dict, head), head)
 
 
-def _found(model: Any, config: Any, tried: "_Tried") -> FoundModel:
+def _found(model: Any, config: Any, tried: "_Tried", head: ModelHead | None = None) -> FoundModel:
     parameters, aliases = _names(model)
     blocks, num = _blocks(model, tried.unreached)
     text = config.get_text_config()
@@ -158,12 +159,16 @@ def _found(model: Any, config: Any, tried: "_Tried") -> FoundModel:
     stacked = {p.shape[0] for name, p in parameters.items() if is_stacked(name, tuple(p.shape))}
     is_shared = config.model_type in SHARED and len(stacked) == 1
     paths = {id(module): path for path, module in model.named_modules()}
+    by_name = dict(_parameters(model, parameters, active_share(settings), is_shared))
+    if head is not None:  # trained whole, so that no adapter is on it
+        of_head = {name: x for name, x in by_name.items() if is_head(name)}
+        by_name |= {name: replace(x, inputs=None) for name, x in of_head.items()}
     return FoundModel(
         class_name=type(model).__name__,
         sizes=sizes,
         blocks=blocks,
         output=paths.get(id(model.get_output_embeddings()), ""),
-        parameters=dict(_parameters(model, parameters, active_share(settings), is_shared)),
+        parameters=by_name,
         buffers=tuple(_buffers(model)),
         aliases=aliases,
         unreached=tried.unreached,
@@ -267,7 +272,7 @@ def _cut(
         model = on_meta(config_dict, torch.float32, head=head)
         for small in _copies_for(config_dict, num_ranks, head):
             sample = _sample_of(small, head, uncut.documents)
-            small_facts = _found(small, small.config, _Tried(unreached=uncut.unreached))
+            small_facts = _found(small, small.config, _Tried(unreached=uncut.unreached), head)
             for choices in CHOICES:
                 chosen = replace(choices, by_heads=choices.by_heads and by_heads)
                 cut = split_as(small_facts, find_cuts(small, small_facts, chosen))
@@ -477,7 +482,7 @@ def _looks_ahead(model: nn.Module, ids: Tensor) -> float:
     return float(off / logits.abs().max().clamp(min=1e-6))
 
 
-def _causality_problem(config_dict: Mapping[str, Any], model: nn.Module, ids: Tensor) -> str | None:
+def _causality_problem(config_dict: Mapping[str, Any], model: Any, ids: Tensor) -> str | None:
     """Return why `model`, a small copy of the model of `config_dict`, is no causal language model,
     with the setting that makes it one if there is such; None: it is one.
     """
@@ -490,7 +495,10 @@ def _causality_problem(config_dict: Mapping[str, Any], model: nn.Module, ids: Te
     )
     for name, changed in _switched(config_dict, model):
         if _looks_back(changed, ids):
-            return f"{text}; set {name} in config.json to train it from token to token"
+            return (
+                f"{text}; set {name} in config.json to train it from token to token"
+                f"{other_tasks(model.config)}"
+            )
     return f"{text}; use a causal language model, or model.target with a loss of your own"
 
 

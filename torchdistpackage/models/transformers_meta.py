@@ -94,7 +94,7 @@ def known_settings(config_dict: Mapping[str, Any], head: ModelHead | None = None
         if kind is None:
             raise ConfigError(
                 f"model_type is {family!r}, and transformers {__version__} has no causal language "
-                f"model of that type; use the folder of one, or model.target{_other_tasks(config)}"
+                f"model of that type; use the folder of one, or model.target{other_tasks(config)}"
             )
         if problem := _unbuildable(config, kind):
             raise ConfigError(problem)
@@ -120,12 +120,15 @@ def _ending(head: ModelHead) -> str:
     return f"...{head.task.ending or 'Model'}"
 
 
-def _other_tasks(config: Any) -> str:
+def other_tasks(config: Any) -> str:
     """Return which data.name trains a class of an encoder with these settings, as text."""
     tasks = [x.name for x in HEAD_TASKS.values() if class_of(config, ModelHead(x)) is not None]
     if not tasks:
         return ""
-    return f". data.name {', '.join(tasks)} or {WITHOUT_HEAD.name} trains it"
+    return (
+        f". For texts with labels, or to compare, there are data.name {', '.join(tasks)} and "
+        f"{WITHOUT_HEAD.name}"
+    )
 
 
 def settings_of(model: Any) -> dict[str, Any]:

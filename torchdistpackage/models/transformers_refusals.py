@@ -191,10 +191,10 @@ def _too_long(shape: TransformersShape) -> list[tuple[str, str]]:
 def _lora_problems(shape: TransformersShape, tensor: int) -> list[tuple[str, str]]:
     if shape.lora is None:
         return []
-    if shape.head is not None and shape.family not in FAMILIES:
+    if shape.head is not None and not shape.head.task.ending:
         text = (
-            f"adapters on {shape.class_name} were not compared with peft's; heads with adapters "
-            f"have families with a table, which are {', '.join(FAMILIES)}; remove model.lora"
+            f"adapters on {shape.class_name}, an encoder whose hidden states are compared, were "
+            f"not compared with peft's; remove model.lora"
         )
         return [("model.lora.target", text)]
     output_and_tied = shape.kind.output, shape.sizes.tied
