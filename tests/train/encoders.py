@@ -77,4 +77,4 @@ DECODERS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
 }
-"""Decoders without a table, with fused and separate layers."""
+"""Decoders without a table, with fused and separate layers, and with experts."""

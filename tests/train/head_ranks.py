@@ -12,6 +12,7 @@ from tests.train.lora_ranks import plain, quiet
 from tests.train.preference_ranks import trainer
 from tests.train.transformers_ranks import Answer, everywhere_float64, set_rate, steps_of, whole
 from torchdistpackage.config.schema import RunConfig
+from torchdistpackage.models.transformers_meta import build_options
 from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.train.build import build_data
 
@@ -135,7 +136,7 @@ def of_transformers(
 
     section = parity.config([*BASE, *overrides])
     auto = getattr(transformers, f"AutoModel{ENDING.get(kind, 'ForSequenceClassification')}")
-    model = auto.from_pretrained(section.model.hf, dtype=torch.float64).train()
+    model = auto.from_pretrained(section.model.hf, **build_options(torch.float64)).train()
     if kind == "multi_label":
         model.config.problem_type = "multi_label_classification"
     elif kind == "regression":
