@@ -107,7 +107,8 @@ class Lora:
         task_type = "CAUSAL_LM"
         if head is not None:
             task_type = "TOKEN_CLS" if head.task.is_of_tokens else "SEQ_CLS"
-            layers = (name.rpartition(".")[0] for name in weights if is_head(name))
+            # peft takes a head of several layers as one
+            layers = (name.partition(".")[0] for name in weights if is_head(name))
             more |= {"modules_to_save": list(dict.fromkeys(layers))}
         return {
             "peft_type": "LORA",
