@@ -176,7 +176,7 @@ OF_ENCODERS += [("bert", kind, "tensor2") for kind in ("weighted", "multi_label"
 OF_ENCODERS += [
     ("bert", kind, layout)
     for kind in ("classification", "token_classification")
-    for layout in ("data2-zero1", "data2-zero2", "pipe2xtensor2", "interleaved")
+    for layout in ("data2-zero1", "data2-zero2", "pipe2xtensor2")
 ]
 OF_TWO = [
     ("bert", "classification", "data2-zero3"),
