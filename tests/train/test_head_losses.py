@@ -59,7 +59,7 @@ def heads(ranks, tmp_path_factory):
             ending = ENDING.get(kind, "ForSequenceClassification")
             ranks(1).run(save_head, config_of(model), str(folder / "model"), ending, num)
             overrides = [*data_keys(kind, folder), f"model.hf={folder / 'model'}"]
-            overrides += [adapters_of(model)] * adapted
+            overrides += [adapters_of(model)] if adapted else []
             adapters = parity.whole(ranks(1).run(initial, overrides)) if adapted else None
             truth = ranks(1).run(of_transformers, kind, overrides, adapters)[0]
             made[kind, model, adapted] = overrides, truth
