@@ -44,6 +44,9 @@ def as_one_process(family: str, num: int) -> None:
     assert isinstance(split, SplitModel) and isinstance(split, type(model))
     of_stage = stage(shape_of(model, num), group=tpc.get_group("tensor")).layouts()
     assert {x.name: x for x in split.layouts().values()} == {x.name: x for x in of_stage.values()}
+    # peft finds the table of tokens by it
+    named = {name: p.ds_shape for name, p in split.named_parameters() if hasattr(p, "ds_shape")}
+    assert [*named.values()] == [model.get_input_embeddings().weight.shape]
     inputs = prompt()
     if family in FULLY_MASKED:
         inputs["attention_mask"].fill_(1)
