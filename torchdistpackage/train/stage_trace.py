@@ -1,4 +1,4 @@
-"""Count what the stages of a run keep for their backwards, by running them on meta tensors.
+"""Count what the stages of a run keep for their backwards, by running them on fake tensors.
 
 It serves what no file states: the modules of transformers, a user's own, and the loss of a task.
 Stages are made as a run makes them, on fake tensors and without the other ranks
