@@ -169,6 +169,7 @@ class _Sum(torch.autograd.Function):
 def compiled_sum(axis: str, change: Callable[[fx.Node], None]) -> Callable[[Tensor], Tensor]:
     """Return the sum over the ranks of an axis as one graph, of which a pass changes the sum."""
     group = tpc.get_group(axis)
+    torch._dynamo.reset()  # each build makes one more graph of the same lines
 
     def backend(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
         for node in list(graph.graph.nodes):
@@ -227,8 +228,8 @@ class Optimizer:
     @torch.no_grad()
     def step(self) -> None:
         for name, p in self.named.items():
-            assert p.grad is not None
-            p.sub_(0.05 * self._direction(name, p.grad))
+            if p.grad is not None:
+                p.sub_(0.05 * self._direction(name, p.grad))
 
     def _direction(self, name: str, grad: Tensor) -> Tensor:
         if self.wrong in (ADAFACTOR, "adafactor_of_shards"):
@@ -258,8 +259,11 @@ class Optimizer:
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    u, _, v = torch.linalg.svd(x, full_matrices=False)
-    return u @ v
+    """Return the matrix with singular values near 1; those near 0 stay, as their vectors are
+    rounding.
+    """
+    u, s, v = torch.linalg.svd(x, full_matrices=False)
+    return u * (s / (s + 0.1 * s.max())) @ v
 
 
 SPLIT = {
@@ -316,11 +320,15 @@ def sum_over_ranks(net: nn.Module, wrong: str) -> None:
             comm.primitives.all_reduce(p.grad, tensor)
         if wrong == "expert_lora_by_degree" and "lora" in name and shares_experts():
             continue
-        if wrong in (COMPILED, "collective_eliminated"):
-            change = erased if wrong == "collective_eliminated" else kept
-            p.grad.copy_(compiled_sum("data", change)(p.grad))
-        else:
+        if wrong not in (COMPILED, "collective_eliminated"):
             comm.primitives.all_reduce(p.grad, batch_group())
+    if wrong in (COMPILED, "collective_eliminated"):
+        # as one vector, which is one graph for parameters of all shapes
+        grads = [p.grad for p in net.parameters() if p.grad is not None]
+        change = erased if wrong == "collective_eliminated" else kept
+        flat = compiled_sum("data", change)(torch.cat([x.flatten() for x in grads]))
+        for grad, part in zip(grads, flat.split([x.numel() for x in grads]), strict=True):
+            grad.copy_(part.view_as(grad))
 
 
 def shares_experts() -> bool:

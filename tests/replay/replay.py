@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tests.replay.reports import Report
+from tests.replay.reports import RANDOMNESS, Report
 from torchdistpackage.config.load import loads
 from torchdistpackage.errors import TorchDistError
 from torchdistpackage.harness.pool import RankPool, Ranks
 from torchdistpackage.lazy import resolve
+from torchdistpackage.plan.parity_plan import parity_run
 from torchdistpackage.plan.run_plan import make_plan
 
 OWN_AXES = ("data", "expert", "tensor")
@@ -64,8 +65,19 @@ def run_planted(name: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) ->
         return fn(*args, **kwargs)
 
 
-def findings(report: Report, pool: RankPool, *, is_planted: bool = True) -> Any:
-    """Return (axes, finding or None) of every layout of the report, with or without its plant."""
+def findings(
+    report: Report,
+    pool: RankPool,
+    layouts: str = "all",
+    *,
+    is_planted: bool = True,
+    resumes: bool = True,
+) -> Any:
+    """Return (axes, finding or None) of every layout of the report, with or without its plant.
+
+    layouts: of a run, as `tdp prove --layouts` has it. resumes: also stop and resume, which is the
+    last that is compared.
+    """
     if not report.is_run:
         own_loop: Any = resolve("tests.replay.own_loop:planted")
         batch: Any = resolve("tests.replay.own_loop:batch")
@@ -79,15 +91,18 @@ def findings(report: Report, pool: RankPool, *, is_planted: bool = True) -> Any:
     degrees = config.parallel
     ranks = degrees.data * degrees.pipe * degrees.context * degrees.tensor
     plan = make_plan(config, ranks)
-    compare: Any = resolve("torchdistpackage.train.parity:compare_plan")
+    compare: Any = resolve("torchdistpackage.train.parity:compare_run")
     planted: Any = PlantedPool(pool, report.name if is_planted else "")
-    return compare(plan, lambda line: None, planted).findings
+    return compare(parity_run(plan, layouts), planted, resumes=resumes).findings
 
 
-def replay(report: Report, pool: RankPool) -> Outcome:
+def replay(report: Report, pool: RankPool, layouts: str = "all") -> Outcome:
     """Return what the prover says of the planted report."""
+    resumes = "resume" in report.axis or report.kind == RANDOMNESS
     try:
-        found = findings(report, pool)
+        found = findings(report, pool, layouts, resumes=resumes)
+        if not resumes and report.is_run and not any(x for _, x in found):
+            found = findings(report, pool, layouts)
     except TorchDistError as error:
         text = str(error).strip()
         is_named = any(re.search(x, text) for x in report.module)
@@ -96,9 +111,10 @@ def replay(report: Report, pool: RankPool) -> Outcome:
     if first is None:
         return Outcome(report.name, "missed")
     axes, finding = first
-    is_axis = frozenset(axes) == report.axis or getattr(finding, "axis", "") in report.axis
+    along = frozenset(finding.axis.split(" and ")) if finding.axis else frozenset(axes)
+    is_axis = report.axis in (along, frozenset(axes))
     is_module = any(re.search(x, finding.module) for x in report.module)
-    kind = getattr(finding, "kind", "")
+    kind = finding.kind or finding.stage
     return Outcome(
         report.name,
         "caught",

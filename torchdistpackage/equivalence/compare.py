@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from torchdistpackage.equivalence.arrivals import lost_row, uneven_scalar
 from torchdistpackage.equivalence.backward import backward_culprit
 from torchdistpackage.equivalence.causes import CAUSES, Stage
 from torchdistpackage.equivalence.factor import factor_of, ratio_text
@@ -31,10 +32,12 @@ from torchdistpackage.equivalence.placed import (
     STATE,
     Placed,
     assembled,
+    copies_differ,
     full_tensors,
     worst_gap,
 )
 from torchdistpackage.equivalence.record import DATA, LOSS, ParityRecord
+from torchdistpackage.errors import DataError
 
 Axes = Mapping[str, int]
 
@@ -131,8 +134,10 @@ def _first_difference(
         if record.error:
             module = _module_in(record.error, reference)
             line = record.error.removeprefix(f"{module}: ")
-            axis = " and ".join(axes)
-            return ParityFinding(module, ITS_STEP, None, rank, line, record.error_detail, axis=axis)
+            finding = ParityFinding(module, ITS_STEP, None, rank, line, record.error_detail)
+            if line.startswith(DataError.__name__):  # one process reads the same without an error
+                finding = replace(finding, module=DATA, stage="samples", kind="order of data")
+            return replace(finding, axis=" and ".join(axes))
     if any(record.placed_grads for record in ranks):
         # ZeRO leaves shards, which are compared as the full gradients that they make
         grads = assembled(reference.grads, [record.placed_grads for record in ranks])
@@ -140,12 +145,17 @@ def _first_difference(
     looks = (
         _initial,
         _data,
+        _labels,
+        _moved,
         _casts,
+        _arrivals,
         _forward,
         _loss,
         _grads,
         _buffers,
         _first_norm,
+        _rates,
+        _scale,
         _first_update,
         _norm,
         _weights,
@@ -241,6 +251,42 @@ def _data(
     return None
 
 
+def _labels(
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
+) -> ParityFinding | None:
+    """Compare the targets of the ranks' micro-batches."""
+    for tensor in reference.targets[:1]:
+        for rank, record in enumerate(ranks):
+            for targets in record.targets[:1]:
+                gap = difference(targets, tensor)
+                if gap is not None and gap > TOLERANCE:
+                    return finding_of("samples", DATA, "targets", (gap, rank), "labels")
+    return None
+
+
+def _moved(
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
+) -> ParityFinding | None:
+    """Look for weights that change before the update of the first step."""
+    for rank, record in enumerate(ranks):
+        for name in record.moved:
+            if name not in reference.moved:
+                what = f"weights before the update ({name})"
+                return finding_of("update", _owner(name), what, (None, rank), "updated weights")
+    return None
+
+
+def _arrivals(
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
+) -> ParityFinding | None:
+    """Look for rows that no stage received, where another one stands in their place."""
+    if "pipe" not in axes or (lost := lost_row(reference, ranks)) is None:
+        return None
+    module, rank, row = lost
+    more = f": row {row} is on no rank"
+    return finding_of("forward", module, "inputs", (None, rank), "stale activations", more)
+
+
 def _forward(
     reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
 ) -> ParityFinding | None:
@@ -269,6 +315,8 @@ def _forward(
         module = right[0]
     sums = any(_is_inside(name, module) for name in partial)
     kind = _forward_kind(reference, ranks, module, axes, sums, measure)
+    if "pipe" in axes and module and not _has_right_inputs(reference, ranks, module, measure):
+        kind = "message changed"
     factor = ""
     if module in reference.modules and (full := reference.modules[module].outputs):
         firsts = {
@@ -392,7 +440,7 @@ def _forward_kind(
     all_equal = all(x.shape == outputs[0].shape and bool((x == outputs[0]).all()) for x in outputs)
     if (sums and not all_equal) or _is_partial(reference, ranks, name, measure):
         return "sum is missing"
-    if sums:
+    if sums or _are_shifted(outputs, reference.modules[name].outputs if name else ()):
         return "added on every rank"
     short_name = name.rpartition(".")[2].lower()
     if "norm" in short_name or short_name in ("ln", "bn"):
@@ -402,6 +450,19 @@ def _forward_kind(
     if set(axes) & set(SPLITS_BATCH):
         return "statistics of a rank"
     return "wrong sum"
+
+
+def _are_shifted(outputs: Sequence[Tensor], full: Sequence[Tensor]) -> bool:
+    """Return True if all rows of a module's outputs are off by one vector, as by a bias."""
+    if not outputs or not full or full[0].dim() < 2 or not full[0].is_floating_point():
+        return False
+    if any(x.shape != full[0].shape for x in outputs):
+        return False
+    gaps = [(x - full[0]).flatten(0, -2) for x in outputs]
+    largest = TOLERANCE * float(full[0].abs().max())
+    if len(gaps[0]) < 2 or all(float(gap.abs().max()) <= largest for gap in gaps):
+        return False
+    return all(float((gap - gap[0]).abs().max()) <= largest for gap in gaps)
 
 
 def _loss(
@@ -420,7 +481,8 @@ def _loss(
     worst = max(
         range(len(losses_of_ranks)), key=lambda i: abs(losses_of_ranks[i][0] - reference.losses[0])
     )
-    kind, more = "uneven means", ""
+    splits_tokens = {*SPLITS_BATCH, "context", "accumulation"} & set(axes)
+    kind, more = "uneven means" if splits_tokens or not axes else "loss of a shard", ""
     if is_scaled:
         kind, more = "scaled loss", f": it is {ratio:.4g} times"
     factor = ratio_text(ratio, axes)
@@ -505,26 +567,40 @@ def _first_grad(
             worst := _worst(reference.grads, (r.grads for r in ranks), name, measure, noise)
         ) is not None:
             grads = {i: r.grads[name] for i, r in enumerate(ranks) if name in r.grads}
-            kind, more = _grad_kind(reference.grads[name], [*grads.values()], axes)
+            early = reference.early.get(name)
+            kind, more = _grad_kind(reference.grads[name], [*grads.values()], axes, early)
+            if kind == "wrong backward" and copies_differ(name, [r.placed_grads for r in ranks]):
+                kind, more = "gradient not summed", f" over all of {' and '.join(axes)}"
             factor = factor_of(grads, reference.grads[name], axes)
             module, what = _owner(name), f"gradients ({name})"
             if (culprit := backward_culprit(reference, ranks, axes)) is not None:
                 module, what = culprit.module, "gradients of its inputs"
                 worst = culprit.difference, culprit.rank
+            if (scalar := uneven_scalar(reference, ranks, module)) is not None:
+                kind, more, factor = "auxiliary loss", "", ratio_text(scalar[1], axes)
             return finding_of("gradient", module, what, worst, kind, more, factor)
     return None
 
 
-def _grad_kind(reference: Tensor, grads: Sequence[Tensor], axes: Axes) -> tuple[str, str]:
-    """Return the kind of mistake that makes a gradient wrong, and what to add to its sentence."""
+def _grad_kind(
+    reference: Tensor, grads: Sequence[Tensor], axes: Axes, early: Tensor | None
+) -> tuple[str, str]:
+    """Return the kind of mistake that makes a gradient wrong, and what to add to its sentence.
+
+    early: the gradient before the last accumulated round; None: there is one round.
+    """
+    if early is not None:
+        for part, which in ((reference - early, "the last round"), (early, "earlier rounds")):
+            gaps = [difference(x, part) for x in grads]
+            if all(gap is not None and gap <= TOLERANCE for gap in gaps):
+                return "accumulation", f": it is that of {which}"
     alike = all(x.shape == grads[0].shape for x in grads)
     if alike and grads[0].shape == reference.shape:
         # in float64, so that the order of the ranks does not change the comparison
         total = sum((x.double() for x in grads), start=0 * reference.double())
         for factor in (1.0, 1.0 / len(grads), *(1.0 / size for size in _sizes(axes))):
             apart = difference(total * factor, reference)
-            same = all((difference(x, grads[0]) or 0.0) <= TOLERANCE for x in grads[1:])
-            if apart is not None and apart <= TOLERANCE and not same:
+            if apart is not None and apart <= TOLERANCE and not _are_equal(grads):
                 return "gradient not summed", f" over {' and '.join(axes)}"
     for size in _sizes(axes):
         for factor in (size, 1 / size):
@@ -533,7 +609,13 @@ def _grad_kind(reference: Tensor, grads: Sequence[Tensor], axes: Axes) -> tuple[
             if all(x is not None and x <= TOLERANCE for x in apart):
                 kind = "gradient summed" if factor > 1 else "gradient divided"
                 return kind, f": it is {factor:.4g} times that of one process"
+    if alike and grads[0].shape == reference.shape and not _are_equal(grads):
+        return "gradient not summed", f" in full over {' and '.join(axes)}, as ranks differ"
     return "wrong backward", ""
+
+
+def _are_equal(tensors: Sequence[Tensor]) -> bool:
+    return all((difference(x, tensors[0]) or 0.0) <= TOLERANCE for x in tensors[1:])
 
 
 def _dropout(
@@ -601,6 +683,36 @@ def _norm(
     return None
 
 
+def _rates(
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
+) -> ParityFinding | None:
+    """Compare the learning rates."""
+    for rank, record in enumerate(ranks):
+        for step, (rate, right) in enumerate(zip(record.rates, reference.rates, strict=False), 1):
+            gap = abs(rate - right) / max(abs(right), 1e-30)
+            if gap > TOLERANCE:
+                where, what = "the learning rate", f"the rate of step {step}"
+                return finding_of("update", where, what, (gap, rank), "learning rate")
+    return None
+
+
+def _scale(
+    reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
+) -> ParityFinding | None:
+    """Compare what the first update multiplies gradients by, as clipping does."""
+    if not reference.scale:
+        return None
+    for rank, record in enumerate(ranks):
+        if record.scale is None:
+            continue
+        gap = abs(record.scale / reference.scale - 1)
+        if gap > measure.tolerance:
+            where, what = "the gradient norm", "what clipping multiplies gradients by"
+            factor = ratio_text(record.scale / reference.scale, axes)
+            return finding_of("norm", where, what, (gap, rank), "norm", "", factor)
+    return None
+
+
 def _first_update(
     reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
 ) -> ParityFinding | None:
@@ -655,8 +767,26 @@ def _updated(
         if name in reference.initial:
             factor = factor_of(moves, full[name] - reference.initial[name], axes, 1e-6)
         kind = "learning rate" if factor and not factor.startswith("missing") else "update"
+        if kind == "update" and _decays(moves, reference.initial.get(name), full[name]):
+            kind = "weight decay"
         return finding_of("update", _owner(name), f"{what} ({name})", worst, kind, "", factor)
     return None
+
+
+def _decays(moves: Mapping[int, Tensor], initial: Tensor | None, full: Tensor) -> bool:
+    """Return True if the ranks' updates differ from the right one by a share of the weight."""
+    if initial is None or not bool(initial.any()):
+        return False
+    for move in moves.values():
+        if move.shape != initial.shape:
+            return False
+        rest = move - (full - initial)
+        share = float((rest * initial).sum() / initial.square().sum())
+        if share == 0 or float((rest - share * initial).abs().max()) > 1e-6 * float(
+            rest.abs().max()
+        ):
+            return False
+    return bool(moves)
 
 
 def _states(

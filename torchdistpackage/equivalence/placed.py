@@ -60,6 +60,19 @@ def worst_gap(
     return worst
 
 
+def copies_differ(name: str, ranks: Sequence[Placed]) -> bool:
+    """Return True if two ranks hold the same box of a tensor, with other values."""
+    first: dict[object, Tensor] = {}
+    for record in ranks:
+        for box, tensor in record.get(name, ()):
+            other = first.setdefault(str(box), tensor)
+            if other.shape == tensor.shape and not torch.allclose(
+                tensor, other, rtol=1e-9, atol=1e-12
+            ):
+                return True
+    return False
+
+
 def assembled(full: Mapping[str, Tensor], ranks: Sequence[Placed]) -> dict[str, Tensor]:
     """Return the full tensors that the ranks' boxes make, where two hold one element the one that
     is further from the right one; what no rank holds is zero.

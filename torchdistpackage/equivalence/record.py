@@ -68,6 +68,11 @@ class ParityRecord:
     resume_gaps: what differs after a stop and start.
     casts: modules that round numbers to 16 or 8 bits, with the type. singles: the first module that
     goes on in float32, as norms of transformers do; empty: none does.
+    targets: of the first step's micro-batches, as the loss gets them.
+    moved: parameters that change before the update of the first step.
+    rates: the learning rate of each step.
+    scale: what the update of the first step multiplies mean gradients by; None: not known.
+    early: gradients of the first step before the last of its accumulated rounds.
     error_detail: its traceback, or where all ranks hung.
     """
 
@@ -93,6 +98,11 @@ class ParityRecord:
     resume_gaps: list[ResumeGap] = field(default_factory=list[ResumeGap])
     casts: dict[str, str] = field(default_factory=dict[str, str])
     singles: list[str] = field(default_factory=list[str])
+    targets: list[Tensor] = field(default_factory=list[Tensor])
+    moved: list[str] = field(default_factory=list[str])
+    rates: list[float] = field(default_factory=list[float])
+    scale: float | None = None
+    early: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     error: str = ""
     error_detail: str = ""
 

@@ -96,7 +96,10 @@ def _chosen(plan: Plan, layouts: str) -> list[dict[str, int]]:
             "axes, for example parallel.data=2 parallel.tensor=2"
         )
     if layouts == "all":
-        return [x for x in layouts_of(axes) if math.prod(x.values()) <= MOST_RANKS]
+        # groups that shard, and replicas of them, take two ranks each
+        data = {"data": 4} if parallel.zero_group is not None else {"data": 2}
+        each = [data if x == {"data": 2} else x for x in layouts_of(axes)]
+        return [x for x in each if math.prod(x.values()) <= MOST_RANKS]
     if axes.get("expert", 1) > 1:  # expert ranks are some of the data ranks
         axes["data"] = axes["data"] // axes["expert"]
     own = {axis: size for axis, size in axes.items() if size > 1}

@@ -9,7 +9,7 @@ compared like full tensors.
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.data.source import DataBatch, fingerprint
 from torchdistpackage.ddp.sharded import ShardedOptimizer
 from torchdistpackage.equivalence.narrow import noting_casts
-from torchdistpackage.equivalence.placed import Placed
+from torchdistpackage.equivalence.placed import STATE, Placed
 from torchdistpackage.equivalence.record import (
     ParityRecord,
     dropout_masks,
@@ -46,6 +46,8 @@ from torchdistpackage.train.train_state import TrainState, resume, save_state
 ONE_PROCESS = "one"
 """Folder of the saves of one process, within that of all saves."""
 _KEEP = 9
+_FILL = 0.05
+"""Value of vectors that would begin at zero."""
 
 
 def record_run(
@@ -104,18 +106,29 @@ def _compared_steps(trainer: Trainer, record: ParityRecord, *, alike: bool, drop
             batch = DataBatch(*first)
         if step == 1:
             record.inputs += [x for x in batch if isinstance(x, Tensor)][: 1 if index == 0 else 0]
+            if index > 0:
+                record.early = _grads(trainer)
         return batch
 
     trainer.batches.of_training = fed
+    cut, targets = trainer.microbatches, list[Tensor]()
+
+    def noted(batch: DataBatch, take_slice: Callable[[Tensor], Tensor] | None = None):
+        microbatches = cut(batch, take_slice)
+        targets.extend(microbatches.targets)
+        return microbatches
+
+    trainer.microbatches = noted
     # what a stage as a whole takes and gives, one process has nowhere
     named = ((name.partition(".")[2], part) for name, part in trainer.stage.named_modules())
     parts = {name: part for name, part in named if name}
+    _fill_vectors(trainer)
     record.initial = _weights(trainer)
-    before_step = trainer.update.before_step
+    before_step, summed = trainer.update.before_step, dict[Tensor, Tensor]()
     for step in range(1, NUM_STEPS + 1):
         if step == 1:
             # after the sum over ranks, and before the update makes means of them and clips
-            trainer.update.before_step = partial(_note_gradients, trainer, record)
+            trainer.update.before_step = partial(_note_gradients, trainer, record, summed)
         with (
             told_where(parts),
             nullcontext() if dropout else without_dropout(trainer.stage),
@@ -126,7 +139,11 @@ def _compared_steps(trainer: Trainer, record: ParityRecord, *, alike: bool, drop
         trainer.update.before_step = before_step
         record.losses.append(result.loss)
         record.norms.append(result.grad_norm)
+        record.rates.append(result.lr)
         if step == 1:
+            record.scale = _scale(trainer, summed)
+            trainer.microbatches = cut
+            record.targets = [torch.cat(targets)] if targets else []
             _take_mean(record, result.tokens)
             record.updated, record.placed_update = _weights(trainer), _placed(trainer)
     record.weights, record.placed = _weights(trainer), _placed(trainer)
@@ -138,14 +155,45 @@ def _compared_steps(trainer: Trainer, record: ParityRecord, *, alike: bool, drop
 
 def _take_mean(record: ParityRecord, tokens: int) -> None:
     """Divide the gradients of the sum of all losses by the number of tokens."""
-    for name, grad in record.grads.items():
-        record.grads[name] = grad / tokens
+    for grads in (record.grads, record.early):
+        for name, grad in grads.items():
+            grads[name] = grad / tokens
+    if record.scale is not None:
+        record.scale *= tokens
     for name, boxes in record.placed_grads.items():
         record.placed_grads[name] = [(box, grad / tokens) for box, grad in boxes]
 
 
-def _note_gradients(trainer: Trainer, record: ParityRecord) -> None:
-    """Note the gradients of the sum of all losses, of full parameters or of ZeRO's shards."""
+def _fill_vectors(trainer: Trainer) -> None:
+    """Give vectors that begin at zero, as biases do, a value: zero added twice is right."""
+    here = TopologyRank(tpc.topology, trainer.rank)
+    for saved in saved_tensors(trainer.saved(), here, trainer.optimizer):
+        if len(saved.shape) == 1 and not saved.is_buffer and STATE not in saved.name:
+            for _, part in saved.parts:
+                if not bool(part.any()):
+                    part.detach().fill_(_FILL)
+    if isinstance(trainer.optimizer, ShardedOptimizer):
+        trainer.optimizer.gather_shards()
+
+
+def _scale(trainer: Trainer, summed: Mapping[Tensor, Tensor]) -> float | None:
+    """Return what the update has multiplied the gradients by; None: there are none any more."""
+    pairs = [(x.grad, grad) for x, grad in summed.items() if x.grad is not None]
+    power = sum(float(before.square().sum()) for _, before in pairs)
+    return sum(float((now * before).sum()) for now, before in pairs) / power if power else None
+
+
+def _note_gradients(trainer: Trainer, record: ParityRecord, summed: dict[Tensor, Tensor]) -> None:
+    """Note the gradients of the sum of all losses, of full parameters or of ZeRO's shards.
+
+    summed: gets them by the tensor that holds each.
+    """
+    for held in trainer.update.holders:
+        if held.grad is not None:
+            summed[held] = held.grad.detach().clone()
+    if not isinstance(trainer.optimizer, ShardedOptimizer):
+        now = _weights(trainer)
+        record.moved = [n for n, x in record.initial.items() if not torch.equal(x, now[n])]
     if isinstance(trainer.optimizer, ShardedOptimizer):
         here = TopologyRank(tpc.topology, trainer.rank)
         layouts = {p: trainer.layouts[n] for n, p in trainer.stage.named_parameters()}
@@ -156,8 +204,15 @@ def _note_gradients(trainer: Trainer, record: ParityRecord) -> None:
                 parts = here.sliced(layout, shard, grad).parts
                 boxes += [(box, x.detach().clone()) for box, x in parts]
         return
+    record.grads = _grads(trainer)
+
+
+def _grads(trainer: Trainer) -> dict[str, Tensor]:
+    """Return this rank's slices of the gradients, by global name; none of ZeRO's."""
+    if isinstance(trainer.optimizer, ShardedOptimizer):
+        return {}
     named = trainer.stage.named_parameters()
-    record.grads = _parts(trainer, {n: p.grad for n, p in named if p.grad is not None})
+    return _parts(trainer, {n: p.grad for n, p in named if p.grad is not None})
 
 
 class _TrainerRun:

@@ -58,6 +58,7 @@ class Update:
     inner: the optimizer that updates, where `optimizer` shards for it. learning_rate: of each step,
     the first is 1. clip: largest norm of the model's gradient; 0 is off. halts: after a number that
     is not finite, nothing is ever updated again. averages: of the weights, which follow each step.
+    holders: tensors that hold the gradients.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Update:
         self._optimizer, self.inner = optimizer, inner
         self.averages = averages
         self._learning_rate, self._clip, self._halts = learning_rate, clip, halts
-        self._holders = [g.grad_tensor for g in gradients]
+        self.holders = [g.grad_tensor for g in gradients]
         self._sharded = isinstance(optimizer, ShardedOptimizer)
         self._device, self._none = device, grad_norms([], 2.0, device)
         counted = [float(g.counts_in_norm) for g in gradients]
@@ -94,7 +95,7 @@ class Update:
             self._optimizer.zero_grad()
             return
         # torch's own opens a record of its profiler, which takes longer than all of them
-        for holder in self._holders:
+        for holder in self.holders:
             holder.grad = None
 
     def measure(self) -> tuple[Tensor, Tensor]:
@@ -103,14 +104,14 @@ class Update:
 
         A gradient that is not finite makes the sum so, whichever rank owns it.
         """
-        grads = [g for x in self._holders if (g := x.grad) is not None]
+        grads = [g for x in self.holders if (g := x.grad) is not None]
         if not grads:
             self.names = []
             return self._none.sum(), self._none
         norms = grad_norms(grads, 2.0, self._device)
         self.names, counts = self._names, self._counts
         if len(grads) < len(counts):
-            there = [i for i, x in enumerate(self._holders) if x.grad is not None]
+            there = [i for i, x in enumerate(self.holders) if x.grad is not None]
             self.names = [self._names[i] for i in there]
             counts = torch.stack([counts[i] for i in there])
         return norms.square().dot(counts), norms
@@ -127,7 +128,7 @@ class Update:
             return lr
         sums = numbers.unbind()[:3]
         _, tokens, power = sums
-        scale_gradients(self._holders, self._factor(tokens, power))
+        scale_gradients(self.holders, self._factor(tokens, power))
         # as torch's own gradient scaler finds it, and its fused kernels read it
         if not self._halts:
             self._found_inf.zero_()

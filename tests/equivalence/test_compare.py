@@ -1,0 +1,83 @@
+"""Each look of the search finds its own kind of mistake, and nothing where ranks are right."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from torchdistpackage.equivalence.compare import first_difference
+from torchdistpackage.equivalence.record import ModuleCalls, ParityRecord
+
+WEIGHT = torch.arange(1.0, 9.0, dtype=torch.float64).reshape(4, 2)
+GRAD = torch.linspace(-1, 1, 8, dtype=torch.float64).reshape(4, 2)
+ROWS = torch.arange(12.0, dtype=torch.float64).reshape(6, 2)
+RIGHT = ParityRecord(
+    {},
+    modules={"up": ModuleCalls([ROWS], [ROWS * 2])},
+    losses=[1.0, 1.0],
+    norms=[2.0, 2.0],
+    rates=[0.1, 0.2],
+    scale=0.25,
+    targets=[torch.arange(6)],
+    initial={"up.weight": WEIGHT},
+    grads={"up.weight": GRAD},
+    early={"up.weight": GRAD.square()},
+    updated={"up.weight": WEIGHT - 0.1 * GRAD},
+)
+DATA = {"data": 2}
+
+
+def changed(**values: object) -> list[ParityRecord]:
+    return [RIGHT, replace(RIGHT, **values)]
+
+
+def test_right_ranks_have_no_finding():
+    assert first_difference(RIGHT, changed(), DATA) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ({"targets": [torch.tensor([1, 2, 3, 4, 5, -100])]}, "labels"),
+        ({"moved": ["up.weight"]}, "updated weights"),
+        ({"rates": [0.1, 0.4]}, "learning rate"),
+        ({"scale": 0.5}, "norm"),
+        ({"updated": {"up.weight": 0.9 * WEIGHT - 0.1 * GRAD}}, "weight decay"),
+    ],
+    ids=["targets", "moved", "rates", "scale", "decay"],
+)
+def test_a_difference_is_told_by_its_kind(values, kind):
+    finding = first_difference(RIGHT, [replace(RIGHT, **values)] * 2, DATA)
+    assert finding is not None and finding.kind == kind and finding.axis == "data"
+
+
+def test_a_gradient_of_the_last_round_alone_is_one_of_accumulation():
+    last = {"up.weight": GRAD - RIGHT.early["up.weight"]}
+    finding = first_difference(RIGHT, [replace(RIGHT, grads=last)] * 2, {"pipe": 2})
+    assert finding is not None and (finding.module, finding.kind) == ("up", "accumulation")
+
+
+def test_replicas_whose_gradients_differ_are_not_summed():
+    grads = {"up.weight": GRAD + torch.eye(4, 2, dtype=torch.float64)}
+    finding = first_difference(RIGHT, changed(grads=grads), DATA)
+    assert finding is not None and finding.kind == "gradient not summed"
+
+
+def test_a_loss_of_ranks_that_share_all_tokens_is_that_of_a_shard():
+    wrong = [replace(RIGHT, losses=[1 + math.log(2), 1.0])] * 2
+    kinds = [first_difference(RIGHT, wrong, {axis: 2}) for axis in ("tensor", "data")]
+    assert [x and x.kind for x in kinds] == ["loss of a shard", "uneven means"]
+
+
+def test_a_vector_added_to_all_rows_is_a_bias_of_every_rank():
+    wrong = replace(RIGHT, modules={"up": ModuleCalls([ROWS], [ROWS * 2 + 1])})
+    finding = first_difference(RIGHT, [wrong] * 2, {"tensor": 2})
+    assert finding is not None and (finding.module, finding.kind) == ("up", "added on every rank")
+
+
+def test_ranks_that_refuse_their_samples_are_a_finding_of_data():
+    wrong = ParityRecord({}, error="DataError: ranks of one model must get one batch")
+    finding = first_difference(RIGHT, [RIGHT, wrong], {"tensor": 2})
+    assert finding is not None and finding.axis == "tensor"
+    assert (finding.module, finding.stage, finding.kind) == ("data", "samples", "order of data")
