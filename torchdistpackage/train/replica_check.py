@@ -73,8 +73,7 @@ class ReplicaCheck(Callback):
             folder = loop.folder / REPLICAS / f"step_{result.step:06d}"
             self._keep(differences, replicas, shards, folder)
             # of a difference only those know that hold the tensor, and all have to end
-            every = primitives.gather_objects(list(map(str, differences)))
-        texts = list(dict.fromkeys(x for each in cast(list[list[str]], every) for x in each))
+            texts = _of_all_ranks([str(difference) for difference in differences])
         if not texts:
             return
         said = f"step {result.step}: {_text(texts)}; the values are in {folder}"
@@ -139,8 +138,7 @@ class ReplicaCheck(Callback):
             held = optimizer.shards
         by_parameter: dict[Tensor, ParamShard] = {x.parameter: x for x in held}
         here = sorted({key for x in held for key, _ in self._state(x)})
-        gathered = cast(list[list[str]], primitives.gather_objects(here))
-        keys = sorted({key for each in gathered for key in each})
+        keys = sorted(_of_all_ranks(here))
         shards: list[ReplicatedShard] = []
         for name, parameter in trainer.stage.named_parameters():
             if not parameter.requires_grad:
@@ -194,6 +192,15 @@ class ReplicaCheck(Callback):
         if tensors:
             make_folder(folder)
             save_file(tensors, folder / f"rank{tpc.rank}.safetensors")
+
+
+def _of_all_ranks(texts: list[str]) -> list[str]:
+    """Return the texts of all ranks, each once. Only the first rank reads those of every other."""
+
+    def unite(gathered: list[object]) -> list[str]:
+        return list(dict.fromkeys(x for each in cast(list[list[str]], gathered) for x in each))
+
+    return cast(list[str], primitives.reduce_objects(texts, unite))
 
 
 def _text(differences: Sequence[str]) -> str:
