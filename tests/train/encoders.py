@@ -70,11 +70,5 @@ DECODERS: dict[str, dict[str, Any]] = {
     "starcoder2": {**_DECODER, "model_type": "starcoder2"},
     "glm": {**_DECODER, "model_type": "glm", "head_dim": 4},
     "helium": {**_DECODER, "model_type": "helium", "head_dim": 4},
-    "mixtral": {
-        **_DECODER,
-        "model_type": "mixtral",
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-    },
 }
-"""Decoders without a table, with fused and separate layers, and with experts."""
+"""Decoders without a table, with fused and separate layers."""
