@@ -127,6 +127,22 @@ def test_so_it_is_in_every_layout(ranks, case):
         expect_predicted(case, *both)
 
 
+UNEVEN = [
+    (4, "data=4", "zero=3", "expert=2", *MOE),
+    (3, "data=3", "zero=1", "data.global_batch=12"),
+    (3, "data=3", "zero=3", "data.global_batch=12", *LLAMA),
+]
+"""(number of ranks, settings): shards of experts, and shards of unequal length."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", UNEVEN, ids=lambda case: " ".join(map(str, case)))
+def test_so_it_is_of_shards_that_are_not_equal(ranks, case):
+    number, *settings = case
+    for (both,) in ranks(number).run(measured_and_predicted, [overrides(tuple(settings))]):
+        expect_predicted(tuple(settings), *both)
+
+
 SIZES = {
     **dict.fromkeys(("hidden_size", "n_embd"), 64),
     **dict.fromkeys(("num_hidden_layers", "n_layer"), 4),
