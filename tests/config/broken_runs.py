@@ -319,6 +319,11 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "train.distill.beta=0.5 train.distill.teacher set",
     ),
     (
+        {"train__distill": {"teacher": "t", "teacher_tensor": 3}, "parallel__tensor": 2},
+        "train.distill.teacher_tensor",
+        "train.distill.teacher_tensor=3 parallel.tensor=2 set 2",
+    ),
+    (
         {"train__distill": {"logits": "t", "beta": 1.0}},
         "train.distill.beta",
         "train.distill.beta=1 all tokens train.distill.logits=t set beta to 0",

@@ -98,6 +98,8 @@ def ends_well(folder: Path, asked: list[list[str]]) -> set[int]:
         first, *problems = said.splitlines() or [""]
         if code == 2 and "problem" in first:
             places = tuple(f"  {place}" for place in (arguments[0], "command line: "))
+            if problems and problems[-1].startswith("not checked until"):
+                problems.pop()  # the checks that read what is wrong
             assert problems and all(line.startswith(places) for line in problems), said
     assert {path.suffix for path in folder.iterdir()} == {".yaml", ".err"}, "something was run"
     return {code for code, _ in ends}

@@ -341,7 +341,7 @@ class DistillSection(Section):
         description="File of the teacher's most likely tokens, which tdp reference has written. "
         "The run then holds no teacher. null: the teacher runs beside the model.",
     )
-    teacher_tensor: k.CountOrNull = Field(
+    teacher_tensor: k.TensorOrNull = Field(
         default=None,
         description="Number of tensor-parallel ranks of the teacher: a multiple of parallel.tensor "
         "over the same ranks, so that data ranks share a large teacher. null: parallel.tensor.",

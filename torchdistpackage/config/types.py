@@ -174,7 +174,7 @@ Count = Annotated[int, Field(ge=1), _Whole]
 CountOrZero = Annotated[int, Field(ge=0), _Whole]
 Degree = Annotated[int, Field(ge=1, le=MAX_RANKS), _Whole] | Literal["auto"]
 ChunksOrNull = Annotated[int, Field(ge=1, le=MAX_CHUNKS), _Whole] | None
-CountOrNull = Count | None
+TensorOrNull = Annotated[int, Field(ge=1, le=1024), _Whole] | None
 ProcsOrNull = Annotated[int, Field(ge=1, le=MAX_PROCS), _Whole] | None
 Steps = Annotated[int, Field(ge=1, le=MAX_STEPS), _Whole]
 StepsOrZero = Annotated[int, Field(ge=0, le=MAX_STEPS), _Whole]

@@ -67,7 +67,7 @@ def logits_identity(config: RunConfig) -> dict[str, str]:
             data_fingerprint(files)
         ),
         "data.sources": str(sources or "none"),
-        "data.tokenizer": data_fingerprint([data.tokenizer or ""]),
+        "data.tokenizer": data_fingerprint([data.tokenizer] if data.tokenizer else []),
         "data.args": str(data.args),
         **{f"data.{key}": str(value) for key, value in keys.items()},
         **dated,

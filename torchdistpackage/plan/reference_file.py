@@ -35,9 +35,9 @@ def identity(config: RunConfig) -> dict[str, str]:
     # a chat template may write a date, which a start fills in
     dated = {} if data.template_date is None else {"data.template_date": str(data.template_date)}
     return {
-        "data.path": data_fingerprint([data.path or ""]),
-        "data.val_path": data_fingerprint([data.val_path]) if data.val_path else "",
-        "data.tokenizer": data_fingerprint([data.tokenizer or ""]),
+        "data.path": _fingerprint(data.path),
+        "data.val_path": _fingerprint(data.val_path),
+        "data.tokenizer": _fingerprint(data.tokenizer),
         "data.seq_len": str(data.seq_len),
         "data.bos, data.eos": f"{data.bos}, {data.eos}",
         "the reference model": reference,
@@ -45,6 +45,13 @@ def identity(config: RunConfig) -> dict[str, str]:
         "precision.dtype": config.precision.dtype,
         **dated,
     }
+
+
+def _fingerprint(path: str | None) -> str:
+    """Return the hash of a file or folder; "" without one, which as a path would be the folder of
+    the process.
+    """
+    return data_fingerprint([path] if path else [])
 
 
 def header_of(path: Path) -> dict[str, str]:

@@ -131,8 +131,8 @@ _tdp_squeue() {{
     [ -z "$said" ] || printf '%s\n' "$said"
 }}
 readonly -f _tdp_say _tdp_squeue
-# When Slurm ends the job, in seconds since 1970 by the clock of this node, which
-# may be minutes apart from Slurm's; empty if it never does.
+# When Slurm ends the job, in seconds since 1970 by the clock of this node,
+# which may be minutes apart from Slurm's; empty if it never does.
 _tdp_clock() {{ [ -z "$1" ] || date --date="$1" +%s 2>/dev/null; }}
 _tdp_times=$(SLURM_TIME_FORMAT=standard _tdp_squeue '%S %e')
 _tdp_began=$(_tdp_clock "${{_tdp_times%% *}}")
