@@ -21,7 +21,7 @@ def shown_names() -> tuple[str, str]:
 
 def test_ranks_and_the_server_that_forks_them_have_names_of_their_own() -> None:
     names = run_local(shown_names, num_procs=2)
-    assert names == [("tdp rank 0", "tdp fork server"), ("tdp rank 1", "tdp fork server")]
+    assert names == [("tdp-rank-0", "tdp-fork-server"), ("tdp-rank-1", "tdp-fork-server")]
 
 
 def test_a_thread_gets_the_first_bytes_of_a_name_and_the_process_keeps_its_own() -> None:

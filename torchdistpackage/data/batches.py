@@ -173,7 +173,7 @@ def _serve(
     tasks: "SimpleQueue[_Task | None]", weak_make: "WeakMethod[Callable[[_Number], DataBatch]]"
 ) -> None:
     """Make the batches that are asked for, in order; an error goes to whoever takes the batch."""
-    name_thread("tdp data")
+    name_thread("tdp-data")
     while (task := tasks.get()) is not None and (make := weak_make()) is not None:
         number, future = task
         if future.set_running_or_notify_cancel():

@@ -229,7 +229,7 @@ def _run(child: _Child) -> NoReturn:
 
 
 def main(argv: list[str]) -> None:
-    name_thread("tdp fork server")
+    name_thread("tdp-fork-server")
     server = _Server(Channel.from_fd(int(argv[1])), argv[3:])
     child = server.serve()
     if child is not None:

@@ -176,8 +176,10 @@ def die_with_parent(parent: int) -> None:
 def name_thread(name: str) -> None:
     """Give this thread a name that ps and top show; that of the main thread is the process's.
 
-    The kernel keeps the first 15 bytes. Threads that are started later inherit the name.
+    The kernel keeps the first 15 bytes. Threads that are started later inherit the name. It has no
+    space: Slurm reads /proc/PID/stat word by word, and would find no process to send signals to.
     """
+    assert " " not in name, name
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 

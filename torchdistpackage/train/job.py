@@ -114,7 +114,7 @@ def how_to_go_on(checkpoints: Path, step: int) -> str:
 
 def start_ranks(path: str, overrides: list[str], resume: str) -> int:
     """Start all ranks of the run on this machine, wait for them, and return the exit code."""
-    name_thread("tdp launcher")
+    name_thread("tdp-launcher")
     config, plan, resume = _checked(path, overrides, resume)
     num_procs = plan.world_size
     files = RunDir(run_folder(config).absolute())
@@ -188,7 +188,7 @@ def _checked(path: str, overrides: list[str], resume: str) -> tuple[RunConfig, P
 
 def watch_rank(config: RunConfig, rendezvous: Rendezvous, resume: str = "auto") -> int:
     """Watch over the rank of this task of srun; its exit code, 0 if the run ended early."""
-    name_thread(f"tdp watch {rendezvous.rank}")
+    name_thread(f"tdp-watch {rendezvous.rank}")
     signals = SignalFlag()
     signals.listen(config.launch.requeue.signals)
     files = RunDir(run_folder(config).absolute())

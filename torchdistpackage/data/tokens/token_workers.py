@@ -162,7 +162,7 @@ class TokenWorkers:
 
 def tokenize_pieces(channel: Channel, source: TextSource) -> None:
     """Answer each piece with its batches, until the channel is closed; the body of a worker."""
-    name_thread("tdp tokens")
+    name_thread("tdp-tokens")
     encoder = DocumentEncoder(source)
     while True:
         try:
