@@ -262,7 +262,7 @@ def run_catching(rank: int, function: Callable[..., object], *args: object) -> R
 
 def run_rank(channel: Channel, reference: EntryPoint, args: bytes, rank: int) -> None:
     """Run a rank of `run_local`; this is the rank's entry point."""
-    name_thread(f"tdp-rank {rank}")
+    name_thread(f"tdp-rank-{rank}")
     outcome = run_catching(rank, load_and_call, reference, args)
     channel.send(outcome)
     if isinstance(outcome, Failure):

@@ -188,7 +188,7 @@ def _checked(path: str, overrides: list[str], resume: str) -> tuple[RunConfig, P
 
 def watch_rank(config: RunConfig, rendezvous: Rendezvous, resume: str = "auto") -> int:
     """Watch over the rank of this task of srun; its exit code, 0 if the run ended early."""
-    name_thread(f"tdp-watch {rendezvous.rank}")
+    name_thread(f"tdp-watch-{rendezvous.rank}")
     signals = SignalFlag()
     signals.listen(config.launch.requeue.signals)
     files = RunDir(run_folder(config).absolute())

@@ -149,7 +149,7 @@ def _join(config: RunConfig, resume: str, signals: SignalFlag | None) -> RunRank
     if config.train.deterministic:
         make_deterministic()
     rendezvous = detect(os.environ)
-    name_thread(f"tdp-rank {rendezvous.rank}")
+    name_thread(f"tdp-rank-{rendezvous.rank}")
     per_node = rendezvous.ranks_per_node
     plan = make_plan(config, rendezvous.world_size, ranks_per_node=per_node)
     joined = join(
