@@ -29,7 +29,7 @@ def test_a_thread_gets_the_first_bytes_of_a_name_and_the_process_keeps_its_own()
     before, names = process.read_text(), list[str]()
 
     def body() -> None:
-        name_thread("tdp-data-and-more")
+        name_thread("tdp data-and more")
         names.append(Path(f"/proc/self/task/{threading.get_native_id()}/comm").read_text())
 
     thread = threading.Thread(target=body)

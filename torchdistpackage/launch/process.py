@@ -176,11 +176,11 @@ def die_with_parent(parent: int) -> None:
 def name_thread(name: str) -> None:
     """Give this thread a name that ps and top show; that of the main thread is the process's.
 
-    The kernel keeps the first 15 bytes. Threads that are started later inherit the name. It has no
-    space: Slurm reads /proc/PID/stat word by word, and would find no process to send signals to.
+    The kernel keeps the first 15 bytes. Threads that are started later inherit the name. A space
+    becomes a hyphen: Slurm reads /proc/PID/stat word by word, and past a name of two words it finds
+    no process to send signals to.
     """
-    assert " " not in name, name
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.replace(" ", "-").encode(), 0, 0, 0)
 
 
 def line_stream(fd: int) -> TextIO:
