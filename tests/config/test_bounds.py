@@ -55,7 +55,7 @@ CHAIN = "a0: &a0 [1]\n" + "\n".join(f"a{i}: &a{i} [*a{i - 1}]" for i in range(1,
         ("b: 1\nrun: {dir: " + "a" * 70_000 + "}", 2, "70,000 characters"),
         ("b: 1\ntrain: {steps: 0x" + "f" * 5000 + "}", 2, "5,002 characters"),
         ("b: 1\na: &a {<<: *a}", 2, "<<"),
-        ("b: 1\na: &a [*a]", 2, "holds itself"),
+        ("b: 1\na: &a [*a]", 2, "a[0]: the alias"),
         ('b: 1\nrun: {dir: "\\ud800"}', 2, "0xd800"),
     ],
 )
