@@ -77,7 +77,7 @@ reverse the order of letters, and bytes that are no character."""
 
 def printable(text: str) -> str:
     """Return the text of a user for a terminal or a page: with escapes for what is not seen."""
-    return _UNSHOWN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _UNSHOWN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def parse_json(text: str, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:

@@ -48,7 +48,7 @@ def checkpoints_of(folder: Path, keep: Retention) -> list[CheckpointInfo]:
     problems = {path: damage(path) for path in paths}
     complete = [path for path in paths if problems[path] is None]
     best_step = read_manifest(complete[0]).facts.get(BEST_STEP) if complete else None
-    kept = reasons(keep, complete, best_step)
+    reasons_of = reasons(keep, complete, best_step)
     infos = list[CheckpointInfo]()
     for path in paths:
         size = sum(x.stat().st_size for x in path.iterdir() if x.is_file()) if path.is_dir() else 0
@@ -67,7 +67,7 @@ def checkpoints_of(folder: Path, keep: Retention) -> list[CheckpointInfo]:
                 manifest.tokens,
                 describe(manifest.degrees),
                 manifest.facts,
-                tuple(kept[path]),
+                tuple(reasons_of[path]),
                 path == complete[0],
             )
         )

@@ -133,9 +133,9 @@ def retain_before(folder: Path, keep: Retention, resumed: Path) -> None:
 def _prune(keep: Retention, newest: Path, others: Sequence[Path], best_step: Fact) -> None:
     """Remove those of `others` that are complete and that no retention rule keeps."""
     complete = [path for path in others if not damage(path)]
-    kept = reasons(keep, [newest, *complete], best_step)
+    reasons_of = reasons(keep, [newest, *complete], best_step)
     for path in complete:
-        if not kept[path]:
+        if not reasons_of[path]:
             remove_checkpoint(path)
 
 

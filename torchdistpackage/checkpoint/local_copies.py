@@ -116,8 +116,8 @@ class LocalCopies:
         own_copies = checkpoints_in(folder, unusable.append)
         versions = [(x.step, x.digest) for x in own_copies]
         # the other ranks of its node see the same
-        told = (_named(unusable), versions) if self._commits else (_named(()), [])
-        summary = primitives.reduce_objects(told, self._summary, self.group)
+        report = (_named(unusable), versions) if self._commits else (_named(()), [])
+        summary = primitives.reduce_objects(report, self._summary, self.group)
         notes, sources = cast(tuple[list[str], list[tuple[int, str, int]]], summary)
         self.notes += notes
         for step, digest, source in sources:
@@ -198,8 +198,8 @@ class LocalCopies:
         problems = {name: _problem(path / name, files[name]) for name in share}
         intact = [name for name, problem in problems.items() if not problem]
         unusable = _named([problem for problem in problems.values() if problem])
-        told = unusable, intact, files if self._rank == source else None
-        answer = primitives.reduce_objects(told, _divided, self.group)
+        report = unusable, intact, files if self._rank == source else None
+        answer = primitives.reduce_objects(report, _divided, self.group)
         notes, lost, own_files = cast(tuple[list[str], str, list[str]], answer)
         self.notes += notes
         if lost:
@@ -244,22 +244,22 @@ class LocalCopies:
         for path in candidates(self.path)[KEPT:]:
             remove_checkpoint(path)
 
-    def drain(self, done: PendingSave, target: SharedFolder) -> PendingSave:
-        """Start threads that copy the finished local checkpoint `done` to the run's folder."""
+    def drain(self, pending: PendingSave, target: SharedFolder) -> PendingSave:
+        """Start threads that copy the finished local checkpoint `pending` to the run's folder."""
         name = file_name(self._rank)
         # open it now: a later save may remove the file's name before the copy is finished
-        path = self.path / folder_name(done.step) / name
+        path = self.path / folder_name(pending.step) / name
         opened = LocalWork(lambda: path.open("rb"), in_thread=False)
 
         def copy(temporary: Path, cancelled: Callable[[], bool]) -> Files:
             with opened.result() as file:
-                return {name: copy_file(file, temporary / name, done.files[name], cancelled)}
+                return {name: copy_file(file, temporary / name, pending.files[name], cancelled)}
 
         def close() -> None:
             if opened.error is None:
                 opened.result().close()
 
-        return PendingSave(target, done.saved, copy, in_thread=True, unused=close)
+        return PendingSave(target, pending.saved, copy, in_thread=True, unused=close)
 
     def close(self) -> None:
         """Remove the copies on all nodes, once the run has ended with its state in its folder."""

@@ -294,9 +294,9 @@ def _check_tiles(name: str, entry: TensorEntry) -> None:
         raise CheckpointError(
             f"pieces have {covered} of the {math.prod(entry.shape)} elements of {name[:80]!r}"
         )
-    for one, other in _overlaps(entry.pieces):
+    for tile, other in _overlaps(entry.pieces):
         raise CheckpointError(
-            f"pieces of {name[:80]!r} at {one.offset} and {other.offset} overlap, so it has a hole"
+            f"pieces of {name[:80]!r} at {tile.offset} and {other.offset} overlap, so it has a hole"
         )
 
 

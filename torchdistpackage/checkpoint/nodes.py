@@ -81,8 +81,8 @@ def _nodes(
 def place_of(nodes: Sequence[tuple[int, ...]], rank: int) -> NodePlace:
     """Return the place of `rank` among these nodes."""
     at = next(i for i, node in enumerate(nodes) if rank in node)
-    before, following = nodes[at - 1], nodes[(at + 1) % len(nodes)]
-    return NodePlace(at, len(nodes), nodes[at], before, following, *neighbours(nodes, rank))
+    previous, following = nodes[at - 1], nodes[(at + 1) % len(nodes)]
+    return NodePlace(at, len(nodes), nodes[at], previous, following, *neighbours(nodes, rank))
 
 
 def neighbours(nodes: Sequence[Sequence[int]], rank: int) -> tuple[int | None, tuple[int, ...]]:
@@ -106,10 +106,10 @@ def pairs_of(place: NodePlace) -> list[tuple[int, ...]]:
     A group of all ranks would connect each with each. Groups of pairs are made by turns, first of
     even nodes with their next ones, so that no node waits for a chain of all others.
     """
-    after, before = place.number, (place.number - 1) % place.num_nodes
+    next_pair, previous_pair = place.number, (place.number - 1) % place.num_nodes
     pairs = {
-        after: tuple(sorted({*place.node, *place.following})),
-        before: tuple(sorted({*place.node, *place.before})),
+        next_pair: tuple(sorted({*place.node, *place.following})),
+        previous_pair: tuple(sorted({*place.node, *place.before})),
     }
     last = place.num_nodes - 1
 

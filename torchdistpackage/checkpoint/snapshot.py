@@ -161,16 +161,16 @@ class HostCopies:
 
         # a forward may already overwrite these
         current.wait_event(copy(key for key in due if key in snapshot.volatile))
-        done = copy(key for key in due if key not in snapshot.volatile)
+        copied = copy(key for key in due if key not in snapshot.volatile)
 
         def wait() -> None:
             # the next optimizer step must not overwrite the parameters before they are copied
-            streams.current().wait_event(done)
+            streams.current().wait_event(copied)
 
         self._before_update = wait
         if not self._deferred:
             self.before_update()
-        return replace(snapshot, tensors=buffers, arrived=done.synchronize)
+        return replace(snapshot, tensors=buffers, arrived=copied.synchronize)
 
     def before_update(self) -> None:
         """Let the current stream wait for copies under way of what an update overwrites."""

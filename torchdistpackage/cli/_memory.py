@@ -37,10 +37,10 @@ def memory_table(plan: Plan, device: str | None = None, *, traces: bool = True) 
     traces: run stages without memory where that alone shows what they keep, which takes seconds.
     """
     if traces and needs_trace(plan):
-        found = resolve(TRACED)(plan)
-        if isinstance(found, str):
-            return wrap(f"predicted peak: {found}")
-        plan = found
+        peaks = resolve(TRACED)(plan)
+        if isinstance(peaks, str):
+            return wrap(f"predicted peak: {peaks}")
+        plan = peaks
     if (why := unpredicted_memory(plan)) is not None:
         return wrap(f"predicted peak: {why}")
     largest_rank, limit = largest_peak(plan), memory_limit(plan, device)
@@ -69,9 +69,9 @@ def memory_table(plan: Plan, device: str | None = None, *, traces: bool = True) 
     return wrap("\n".join(lines))
 
 
-def _recomputed(plan: Plan, found: RankPeak, limit: float) -> Plan | None:
+def _recomputed(plan: Plan, rank_peak: RankPeak, limit: float) -> Plan | None:
     """Return the plan with the blocks computed again, where stages have to run once more for it."""
-    if not plan.traced or found.peak.total <= limit or plan.config.train.recompute != "none":
+    if not plan.traced or rank_peak.peak.total <= limit or plan.config.train.recompute != "none":
         return None
     other = resolve(TRACED)(recomputing(replace(plan, traced={})))
     return None if isinstance(other, str) else other

@@ -50,8 +50,8 @@ def summary(
         *_job(shape),
         *(("warning", text) for text in warnings[:_SHOWN]),
     ]
-    if (left := len(warnings) - _SHOWN) > 0:
-        lines.append(("warning", f"{left} more (--all shows them)"))
+    if (num_hidden := len(warnings) - _SHOWN) > 0:
+        lines.append(("warning", f"{num_hidden} more (--all shows them)"))
     options = "--groups, --bytes, --memory, --sbatch, or --all for all"
     lines.append(("details", options))
     return "\n".join(wrap(f"{label:<{_WIDTH}}{text}", indent=" " * _WIDTH) for label, text in lines)

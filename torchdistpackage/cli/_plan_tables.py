@@ -88,8 +88,8 @@ def _kind(mesh: Mesh, axes: tuple[str, ...], limit: int) -> str:
     return f"{number} of {size}: {' '.join(shown)}" + _more(number - len(shown), "groups", " ")
 
 
-def _more(number: int, noun: str, before: str = "\n") -> str:
-    return f"{before}... {number} more {noun} (--all lists them)" if number else ""
+def _more(number: int, noun: str, prefix: str = "\n") -> str:
+    return f"{prefix}... {number} more {noun} (--all lists them)" if number else ""
 
 
 def _goes_with(plan: Plan) -> list[str]:

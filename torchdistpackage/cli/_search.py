@@ -59,8 +59,8 @@ def search_text(
     """
     searched = LayoutChoice.overrides()
     names = {x.partition("=")[0] for x in searched}
-    kept = [x for x in overrides if x.partition("=")[0].strip() not in names]
-    run = load(source, [*kept, *searched])
+    other_overrides = [x for x in overrides if x.partition("=")[0].strip() not in names]
+    run = load(source, [*other_overrides, *searched])
     shape = job_shape(run) if run.launch.slurm else None
     per_node = ranks_per_node or (None if shape is None else shape.tasks_per_node)
     if queue:
@@ -100,10 +100,10 @@ def search_text(
         if not result.found:
             why = _nothing(run, world, accelerator, result)
             raise ConfigError(f"{why}{_what_would(run, world, accelerator, per_node, fabric)}")
-        found = simpler_first(result, accelerator)
-        parts.append(_table(run, world, per_node, accelerator, result, found))
+        choices = simpler_first(result, accelerator)
+        parts.append(_table(run, world, per_node, accelerator, result, choices))
         if apply is not None:
-            parts.append(_write(source, run, world, found, apply))
+            parts.append(_write(source, run, world, choices, apply))
     return "\n\n".join(parts)
 
 

@@ -46,7 +46,7 @@ def topology_text(
         )
     best = best_order(plan, ranks_per_node, nodes, tree.paths)
     crossed = crossed_axes(plan, ranks_per_node, nodes, tree.paths)
-    after = crossed_axes(plan, ranks_per_node, best.nodes, tree.paths)
+    crossed_by_best = crossed_axes(plan, ranks_per_node, best.nodes, tree.paths)
     # a level at which all nodes are below one switch divides nothing
     levels = [
         level
@@ -70,10 +70,10 @@ def topology_text(
                 *(f"best order, level {level + 1}" for level in levels),
             )
         ]
-        for one, other in zip(crossed, after, strict=True):
-            num_bytes = "" if one.num_bytes is None else size_text(one.num_bytes)
-            crossing = [x.num_crossing[level] for x in (one, other) for level in levels]
-            rows.append((one.axis, one.num_ranks, one.num_groups, num_bytes, *crossing))
+        for axis, other in zip(crossed, crossed_by_best, strict=True):
+            num_bytes = "" if axis.num_bytes is None else size_text(axis.num_bytes)
+            crossing = [x.num_crossing[level] for x in (axis, other) for level in levels]
+            rows.append((axis.axis, axis.num_ranks, axis.num_groups, num_bytes, *crossing))
         lines.append(text_table(rows, num_left=1))
     exact = "no order crosses less" if best.is_exact else "the best of the orders that were tried"
     if best.nodes == tuple(nodes):

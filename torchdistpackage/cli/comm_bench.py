@@ -257,7 +257,7 @@ def _options(request: Request, sizes: str, min_busbw: Sequence[str]) -> list[str
     words += ["--axis", ",".join(request.over)] if request.over else []
     words += ["--timeout", f"{request.timeout_s:g}"]
     words += ["--pairs"] if request.pairs else []
-    return words + [word for limit in min_busbw for word in ("--min-busbw", limit)]
+    return words + [argument for limit in min_busbw for argument in ("--min-busbw", limit)]
 
 
 # -- tables -------------------------------------------------------------------------------

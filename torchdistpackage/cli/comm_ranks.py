@@ -178,7 +178,7 @@ def _parsed(text: str, problems: list[Problem]) -> tuple[tuple[str, int | None],
     """Parse `data=2,pipe=2` into ((data, 2), (pipe, 2)); a size may be auto, which is None."""
     sizes: list[tuple[str, int | None]] = []
     for part in text.split(","):
-        name, equals, size = (word.strip() for word in part.partition("="))
+        name, equals, size = (field.strip() for field in part.partition("="))
         why = ""
         if not equals:
             why = "write an axis as AXIS=N, such as data=2"

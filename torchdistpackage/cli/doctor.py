@@ -124,14 +124,14 @@ def _devices() -> Facts:
     for index in range(cuda.device_count()):
         gpu = cuda.get_device_properties(index)
         yield f"GPU {index}", f"{gpu.name}, {_bytes(gpu.total_memory)}"
-    done = run_command(
+    command = run_command(
         ["nvidia-smi", f"--query-gpu={_GPU_FACTS}", "--format=csv,noheader"], timeout_s=TIMEOUT_S
     )
-    if done.code:
-        yield "nvidia-smi", done.why
+    if command.code:
+        yield "nvidia-smi", command.why
         return
     yield "nvidia-smi", _GPU_FACTS
-    for line in done.out.splitlines():
+    for line in command.out.splitlines():
         index, *facts = [x.strip() for x in line.split(",")]
         yield f"GPU {index}", ", ".join(facts)
         errors = facts[4] if len(facts) > 4 else "0"
@@ -168,17 +168,17 @@ def _network() -> Facts:
 
 
 def _slurm(env: Mapping[str, str]) -> Facts:
-    done = run_command(["scontrol", "--version"], timeout_s=TIMEOUT_S)
-    yield "version", done.out.strip() if done.code == 0 else done.why
-    done = run_command(
+    command = run_command(["scontrol", "--version"], timeout_s=TIMEOUT_S)
+    yield "version", command.out.strip() if command.code == 0 else command.why
+    command = run_command(
         ["sinfo", "--noheader", "--format=%P %a %l %D nodes, %c CPUs, %m MB, %G"],
         timeout_s=TIMEOUT_S,
     )
-    if done.code:
-        yield "partitions", done.why
-    for line in done.out.splitlines() if done.code == 0 else ():
-        name, _, rest = line.partition(" ")
-        yield f"partition {name}", rest
+    if command.code:
+        yield "partitions", command.why
+    for line in command.out.splitlines() if command.code == 0 else ():
+        name, _, facts = line.partition(" ")
+        yield f"partition {name}", facts
     if job := env.get("SLURM_JOB_ID"):
         yield "in job", job
 

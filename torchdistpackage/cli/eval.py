@@ -345,9 +345,13 @@ def _data_keys(
     folder, plain = source.tokenizer(tokenizer), DataSection()
     if data is None:
         return {} if folder is None else {"data.tokenizer": quoted(folder)}
-    own = source.own.data
+    own_data = source.own.data
     # no loss of tokens is asked of a head or an embedding; of a model of answers, no other
-    of_task = own.name if own.spec is not None and own.spec.task and not own.is_preference else None
+    of_task = (
+        own_data.name
+        if own_data.spec is not None and own_data.spec.task and not own_data.is_preference
+        else None
+    )
     kind = kind or of_task or KIND_OF_SUFFIX.get(data.suffix, "text")
     spec = DATA.get(kind)
     reads_text = spec is None or bool(spec.reader)

@@ -109,7 +109,7 @@ def _run(args: list[str]) -> int:
     # A shell that completes a line gives it in a variable: `tdp plan --pr`.
     words = os.environ.get("COMP_WORDS", os.environ.get("_TYPER_COMPLETE_ARGS", "")).split()[1:]
     words = words if "_TDP_COMPLETE" in os.environ else args
-    command = next((word for word in words if not word.startswith("-")), "")
+    command = next((argument for argument in words if not argument.startswith("-")), "")
     with ExitStack() as stack:
         if command != "train":  # its ranks write to both streams themselves
             stack.enter_context(redirect_stderr(cast(TextIO, _Printable(sys.stderr))))
@@ -152,8 +152,8 @@ def _of_today(args: list[str]) -> list[str]:
     return args
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(is_requested: bool) -> None:
+    if is_requested:
         print(", ".join(f"{name} {version(name)}" for name in ("torchdistpackage", "torch")))
         raise typer.Exit
 

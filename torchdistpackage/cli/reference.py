@@ -71,7 +71,7 @@ def reference(
         make_plan(run, local_procs(run), config)
         refuse_here(run, config, code_folder(os.environ))
     request: Request = ReferenceRequest(str(out))
-    key, asked = "train.dpo.reference", run
+    key, config_path = "train.dpo.reference", run
     if run.train.distill.is_on:
         size = _size(run, out, top_k or _TOP_K)
         if rendezvous.rank == 0:
@@ -79,9 +79,9 @@ def reference(
             gb = f"{size.num_bytes / 1e9:,.3g} GB"
             typer.echo(f"{out} takes {gb}: {samples:,} samples of {tokens:,} tokens, {k} of each")
         request = LogitsRequest(str(out), logits_identity(run), size)
-        key, asked = "train.distill.logits", teacher_config(run)
+        key, config_path = "train.distill.logits", teacher_config(run)
     source = inference.ModelSource(Path(config), run, is_run=False)
-    numbers: dict[str, int] = inference.on_ranks(source, asked, request)
+    numbers: dict[str, int] = inference.on_ranks(source, config_path, request)
     if rendezvous.rank == 0:
         rows = "samples" if run.train.distill.is_on else "rows"
         counts = ", ".join(f"{number:,} {rows} of {name}" for name, number in numbers.items())

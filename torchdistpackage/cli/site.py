@@ -34,16 +34,16 @@ def site(
     Runs that name the file in launch.site get the options that the site wants, and are refused
     before they wait in the queue if it cannot give them what they ask for.
     """
-    found = query_site()
+    site_facts = query_site()
     if probe:
-        node = probe_node(found, Path.cwd(), wait)
-        found = found.model_copy(update={"node": node})
-    atomic_write(output, _HEAD + found.to_yaml())
-    for line in summary(found):
+        node = probe_node(site_facts, Path.cwd(), wait)
+        site_facts = site_facts.model_copy(update={"node": node})
+    atomic_write(output, _HEAD + site_facts.to_yaml())
+    for line in summary(site_facts):
         typer.echo(line)
     typer.echo(f"\nwritten to {output}; in the YAML file of a run:")
     typer.echo(f"    launch: {{site: {output}}}")
-    if words := sbatch_words(found):
+    if words := sbatch_words(site_facts):
         typer.echo("for a script of your own:")
         typer.echo(f"    sbatch {words} scripts/sbatch_example.sh")
 

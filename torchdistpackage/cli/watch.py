@@ -115,8 +115,8 @@ class RunView:
 
     def text(self, data: Run, status: RunStatus, columns: int = 78) -> str:
         """Return the whole page as plain text."""
-        done = f"{status.step}/{status.num_steps or '?'}"
-        lines = [f"{data.name}  step {done}  {_bar(status, columns - len(data.name) - 24)}"]
+        steps = f"{status.step}/{status.num_steps or '?'}"
+        lines = [f"{data.name}  step {steps}  {_bar(status, columns - len(data.name) - 24)}"]
         lines += curve([y for _, y in series(data.rows, "loss")], columns, _CURVE_ROWS)
         width = max(map(len, status.facts), default=0)
         lines += [f"{name:<{width}}  {text}" for name, text in status.facts.items()]

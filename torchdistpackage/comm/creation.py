@@ -52,9 +52,9 @@ class PerGroup(WeakKeyDictionary[Group, V]):
 
 def forget(group: Group) -> None:
     """Drop every value kept for `group`, as if it had just been made."""
-    for kept in [values() for values in _all]:
-        if kept is not None:
-            kept.pop(group, None)
+    for values_of in [values() for values in _all]:
+        if values_of is not None:
+            values_of.pop(group, None)
 
 
 _complete: PerGroup[tuple[dist.Store, str]] = PerGroup()
@@ -480,24 +480,24 @@ def creation_limit(
         )
 
     def watch() -> None:
-        limit, came, warns = limit_s + MARGIN_S, False, rank == ranks[0]
+        limit, all_present, warns = limit_s + MARGIN_S, False, rank == ranks[0]
         # wakes at once when the group is made, else to warn or at the limit
         while not ended.wait(max(min(limit - roll.elapsed_s, WARN_S), 0.0)):
-            if roll.elapsed_s >= limit and not came:
+            if roll.elapsed_s >= limit and not all_present:
                 if text := roll.absent(limit_s):
                     if not ended.is_set():
                         _give_up(rank, text, roll.stay)
                     return
-                came, limit = True, max(limit, CONNECT_S)
-            came = came or (warns and roll.all_came())
-            if came:
+                all_present, limit = True, max(limit, CONNECT_S)
+            all_present = all_present or (warns and roll.all_came())
+            if all_present:
                 limit = max(limit, CONNECT_S)
             if ended.is_set():
                 return
             if roll.elapsed_s >= limit:
                 _give_up(rank, slow())
                 return
-            if came and warns:
+            if all_present and warns:
                 _say(rank, f"still waits: {slow()}; it gives up after {limit:.0f} s")
 
     threading.Thread(target=watch, name="creation limit", daemon=True).start()

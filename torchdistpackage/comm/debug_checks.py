@@ -175,8 +175,8 @@ def _ranks(ranks: list[int]) -> str:
 
 def _mirrored(described: str) -> str:
     """Return the peer's description of the message that this rank describes as `described`."""
-    direction, _, rest = described.partition(" ")
-    return f"{'receive' if direction == 'send' else 'send'} {rest}"
+    direction, _, suffix = described.partition(" ")
+    return f"{'receive' if direction == 'send' else 'send'} {suffix}"
 
 
 def _encoded(text: str) -> Tensor:

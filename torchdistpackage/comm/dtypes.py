@@ -104,17 +104,17 @@ def from_added(wire: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.view_as_complex(wire) if dtype.is_complex else wire.to(dtype)
 
 
-def added(parts: Sequence[Tensor], kept: int | None = None) -> Tensor:
+def added(parts: Sequence[Tensor], kept_index: int | None = None) -> Tensor:
     """Return the sum of the parts in their order, in the memory of a part if possible.
 
     Narrow floats are added in float32, so that each element is rounded once.
 
-    kept: index of a part that must not be written to.
+    kept_index: index of a part that must not be written to.
     """
     total, *others = parts
     if total.is_floating_point() and total.itemsize < 4:
         return sum((part.float() for part in others), total.float()).to(total.dtype)
-    if kept == 0:
+    if kept_index == 0:
         total = others.pop(0).add_(total)
     for part in others:
         total.add_(part)

@@ -114,11 +114,11 @@ class Groups:
 
         All ranks of each group call it.
         """
-        for one in creations:
-            group = self.of(one.ranks, connects=one.connects, axes=one.axes)
-            if one.connects:
-                connect(group, neighbours=one.neighbours, limit_s=self._timeout_s)
-            if one.neighbours:
+        for creation in creations:
+            group = self.of(creation.ranks, connects=creation.connects, axes=creation.axes)
+            if creation.connects:
+                connect(group, neighbours=creation.neighbours, limit_s=self._timeout_s)
+            if creation.neighbours:
                 on_cpu(group)  # create now the companion that a pipeline's headers need
 
     def set_timeout(self, seconds: float) -> None:
@@ -290,14 +290,14 @@ def connect_pairs(group: Group, pairs: Iterable[tuple[int, int]]) -> None:
 
     Neighbours of the ring are left to `connect`, which comes first.
     """
-    size, at, done = group.size(), group.rank(), _paired.setdefault(group, set())
-    new = {frozenset(p) for p in pairs if (p[0] - p[1]) % size not in (0, 1, size - 1)} - done
+    size, at, connected = group.size(), group.rank(), _paired.setdefault(group, set())
+    new = {frozenset(p) for p in pairs if (p[0] - p[1]) % size not in (0, 1, size - 1)} - connected
     if not new or not is_queued(group):
         return
     ranks = ranks_of(group)
-    if peers := sorted(ranks[place] for pair in new if at in pair for place in pair - {at}):
+    if peers := sorted(ranks[position] for pair in new if at in pair for position in pair - {at}):
         _messages(group, peers)
-    done |= new
+    connected |= new
 
 
 def _messages(group: Group, peers: Sequence[int] = ()) -> None:

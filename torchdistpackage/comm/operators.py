@@ -81,7 +81,7 @@ def define_linear_map(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     autograd.py calls this, because it defines the maps.
     """
 
-    def kernel(x, kind, group, place, size, numbers, first, second):
+    def kernel(x, kind, group, index, size, numbers, first, second):
         return run(x, kind, _resolve_process_group(group), tuple(numbers), first, second)
 
     if not _IS_DEFINED:

@@ -182,15 +182,17 @@ class StoredObjects:
     def _absent(self, keys: list[str]) -> str:
         limit_s = self.limit.total_seconds()
         with suppress(RuntimeError):  # the store has gone
-            came = [self._store.check([key]) for key in keys]
-            ranks = [r for r, is_here in zip(self._ranks[1:], came, strict=True) if not is_here]
+            is_present = [self._store.check([key]) for key in keys]
+            ranks = [
+                r for r, is_here in zip(self._ranks[1:], is_present, strict=True) if not is_here
+            ]
             shown = ", ".join(map(str, ranks[:_NAMED])) + ", ..." * (len(ranks) > _NAMED)
             return f"no object came within {limit_s:g} s from {len(ranks)} ranks ({shown})"
         return f"no objects came within {limit_s:g} s, and the store does not answer"
 
     def _value(self, key: str, data: bytes) -> object:
-        rest = range(1, int.from_bytes(data[:4], "big"))
-        data = b"".join([data[4:], *(self._store.get(f"{key}+{i}") for i in rest)])
+        chunk_numbers = range(1, int.from_bytes(data[:4], "big"))
+        data = b"".join([data[4:], *(self._store.get(f"{key}+{i}") for i in chunk_numbers)])
         code, data = data[:_CODE_BYTES], data[_CODE_BYTES:]
         if not hmac.compare_digest(code, self._code(key, data)):
             raise CommError(

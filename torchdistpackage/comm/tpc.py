@@ -148,10 +148,10 @@ class ProcessTopology:
         shard each sum. See layout/derive.py.
         """
         context = self._context()
-        wanted = creations(
+        planned = creations(
             context.topology, context.rank, sums=sums, copies=copies, num_data=num_data
         )
-        self.groups.prepare(wanted)
+        self.groups.prepare(planned)
 
     def build_moe_groups(
         self, moe_dp_size: int | None = None, moe_ep_size: int | None = None

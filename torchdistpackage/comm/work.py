@@ -151,8 +151,8 @@ def failed(call: Call, error: Exception) -> CommError:
     if isinstance(action, Action):
         action = f"{action.kind} of stage {action.stage}, microbatch {action.microbatch}"
     # the report says the same better, and names the rank that is gone
-    what, _, _ = str(error).partition(_ADVICE)
+    reason, _, _ = str(error).partition(_ADVICE)
     return CommError(
         f"{call[OPERATION]}{peer}{f' for {action}' if action else ''} over {where} {state.ranks} "
-        f"failed (number {call[SEQUENCE]}): {what}"
+        f"failed (number {call[SEQUENCE]}): {reason}"
     )

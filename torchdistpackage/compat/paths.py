@@ -251,7 +251,9 @@ def _flat() -> dict[str, dict[str, str]]:
             flat[full] = {}
             full = full.rpartition(".")[0] or full
         full = f"{PACKAGE}.{path}" if path else PACKAGE
-        flat[full] = {name: place for place, public_names in names.items() for name in public_names}
+        flat[full] = {
+            name: module for module, public_names in names.items() for name in public_names
+        }
     return flat
 
 
@@ -261,7 +263,7 @@ MODULES = _flat()
 def announce(module: str, names: Names) -> None:
     """Look up `names` of a module of this package that is no old path in the same way."""
     module_names = MODULES.setdefault(module, {})
-    module_names |= {name: place for place, public_names in names.items() for name in public_names}
+    module_names |= {name: path for path, public_names in names.items() for name in public_names}
 
 
 announce(f"{PACKAGE}.parallel", {_BLOCKS: ("Transformer",)} | _SCHEDULER)
@@ -299,11 +301,11 @@ def lookup(module: str, name: str) -> object:
     Raises:
         AttributeError: it never had that name.
     """
-    place = MODULES[module].get(name)
-    if isinstance(place, UnavailableReason):
-        return NotAvailable(module, name, place)
-    if place is not None:
-        return getattr(importlib.import_module(f"{PACKAGE}.{place}"), name)
+    path = MODULES[module].get(name)
+    if isinstance(path, UnavailableReason):
+        return NotAvailable(module, name, path)
+    if path is not None:
+        return getattr(importlib.import_module(f"{PACKAGE}.{path}"), name)
     if f"{module}.{name}" in MODULES:
         return importlib.import_module(f"{module}.{name}")
     raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -40,8 +40,8 @@ def chat_templates(folder: Path) -> dict[str, str]:
 
 def template_name(names: Iterable[str], *, has_tools: bool) -> str | None:
     """Return the name of the template that fits a chat; None if there is none."""
-    wanted = (WITH_TOOLS, DEFAULT) if has_tools else (DEFAULT,)
-    return next((name for name in wanted if name in names), None)
+    order = (WITH_TOOLS, DEFAULT) if has_tools else (DEFAULT,)
+    return next((name for name in order if name in names), None)
 
 
 def writes_date(templates: Mapping[str, str]) -> bool:

@@ -240,7 +240,7 @@ def source_labels(sources: Sequence[SourceSection]) -> list[str]:
 
 
 def changed_shares(
-    before: Sequence[SourceSection], now: Sequence[SourceSection]
+    earlier: Sequence[SourceSection], now: Sequence[SourceSection]
 ) -> dict[str, tuple[float, float]]:
     """Return by label the shares of the samples (before, now) of each source whose share changed.
 
@@ -251,7 +251,7 @@ def changed_shares(
             label: source.weight / (sum(x.weight for x in sources) or 1.0)
             for label, source in zip(source_labels(sources), sources, strict=True)
         }
-        for sources in (before, now)
+        for sources in (earlier, now)
     )
     shares = {label: (old.get(label, 0.0), new.get(label, 0.0)) for label in {**old, **new}}
     return {label: x for label, x in shares.items() if not math.isclose(*x)}
@@ -467,8 +467,10 @@ class DataSection(NamedSection):
             return {}
         parts = {f"data.sources[{i}].path": x.section for i, x in enumerate(self.blend)}
         parts = parts or {"data.path": self}
-        kept = 0.0 if self.val_path is not None else self.val_fraction
-        return {key: x.model_copy(update={"val_fraction": kept}) for key, x in parts.items()}
+        val_fraction = 0.0 if self.val_path is not None else self.val_fraction
+        return {
+            key: x.model_copy(update={"val_fraction": val_fraction}) for key, x in parts.items()
+        }
 
     @property
     def val_part(self) -> "DataSection | None":

@@ -68,8 +68,8 @@ def _candidates(config: RunConfig, num_ranks: int) -> Iterator[RunConfig]:
     """Yield runs whose pipe and data axes have `num_ranks` ranks, the most similar one first."""
     most = _samples_per_microbatch(config)
     for pipe in range(min(config.parallel.pipe, num_ranks), 0, -1):
-        data, rest = divmod(num_ranks, pipe)
-        accumulate = None if rest else _accumulate(config, data, most)
+        data, remainder = divmod(num_ranks, pipe)
+        accumulate = None if remainder else _accumulate(config, data, most)
         if accumulate is None:
             continue
         parallel = config.parallel.model_copy(update={"data": data, "pipe": pipe})
@@ -92,8 +92,8 @@ def _accumulate(config: RunConfig, data: int, most: int | None) -> int | None:
 
     most: largest number of samples in a microbatch; None for no limit.
     """
-    share, rest = divmod(config.data.global_batch, data * config.pipeline.microbatches)
-    if rest:
+    share, remainder = divmod(config.data.global_batch, data * config.pipeline.microbatches)
+    if remainder:
         return None
     least = config.train.accumulate if most is None else 1
     for rounds in range(least, share + 1):

@@ -212,13 +212,13 @@ def _gpt2_problems(settings: Mapping[str, Any]) -> Iterator[str]:
     activation = settings.get("activation_function", "gelu_new")
     if activation not in tuple(GPT2_ACTIVATIONS):
         yield f"activation_function is {activation!r}; use one of {', '.join(GPT2_ACTIVATIONS)}"
-    wanted = {
+    expected = {
         "is_causal": True,
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
         "add_cross_attention": False,
     }
-    for key, value in wanted.items():
+    for key, value in expected.items():
         if settings.get(key, value) is not value:
             yield f"{key} is {settings[key]!r}, but model.weights needs {value}; use model.hf"
 

@@ -126,8 +126,8 @@ def _known_gpus(options: dict[str, str], nodes: int) -> int | None:
     if "gpus-per-node" in options:
         return _number(options["gpus-per-node"])
     if "gpus" in options:
-        share, rest = divmod(_number(options["gpus"]), nodes)
-        return None if rest else share
+        share, remainder = divmod(_number(options["gpus"]), nodes)
+        return None if remainder else share
     gpu = r"(?:^|,)gpu(?::[A-Za-z_][^:,]*)?(?::(\d+))?(?=,|$)"
     numbers = re.findall(gpu, options.get("gres", ""))
     return sum(int(number or 1) for number in numbers) or None

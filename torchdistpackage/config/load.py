@@ -306,8 +306,8 @@ class _PartialConfig:
                     inside = inside[key]
                 value, name = inside.pop(path[-1]), dotted(path)  # validate the rest without it
                 if unknown:
-                    text, meant = unknown_key(path[:-1], str(path[-1]))
-                    self.invalid |= meant
+                    text, invalid_paths = unknown_key(path[:-1], str(path[-1]))
+                    self.invalid |= invalid_paths
                 elif any(b == name or b.startswith((f"{name}.", f"{name}[")) for b in self.invalid):
                     continue  # it, or a part of it, could not be read, which is reported already
                 elif name in SECTIONS:
@@ -359,8 +359,8 @@ def _section_of(path: Keys) -> type[Section] | None:
 def _unfit_section(path: str, value: object) -> str:
     if path == "model.lora" and value == {}:
         return NO_LAYERS
-    wanted = "a mapping of keys" if path else "a mapping of sections"
-    return f"wants {wanted} ({', '.join(SECTIONS[path].model_fields)}), got {_shown(value)}"
+    expected = "a mapping of keys" if path else "a mapping of sections"
+    return f"wants {expected} ({', '.join(SECTIONS[path].model_fields)}), got {_shown(value)}"
 
 
 def _unfit_value(path: Keys, value: object) -> str:

@@ -163,10 +163,10 @@ class OptimSection(Section):
             if counts[index]:
                 continue
             patterns = ", ".join(group.params)
-            if taken := [name for name in names if group.matches(name)]:
+            if matches := [name for name in names if group.matches(name)]:
                 why = (
-                    f"each of its {len(taken)} parameters, such as {taken[0]}, is in an earlier "
-                    f"group; put it first"
+                    f"each of its {len(matches)} parameters, such as {matches[0]}, is in an "
+                    f"earlier group; put it first"
                 )
             else:
                 near = get_close_matches(patterns.strip("*"), names, 3, 0.0)

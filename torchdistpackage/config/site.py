@@ -126,8 +126,8 @@ def read_site(path: str | os.PathLike[str]) -> Site:
         site = Site.model_validate(document.value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{path}: {place}: {first['msg']}; {again}") from None
+        key = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{path}: {key}: {first['msg']}; {again}") from None
     if wrong := option_problems(site.options):
         raise ConfigError(f"{path}: options.{wrong[0][0]}: {wrong[0][1]}")
     return site
@@ -143,10 +143,10 @@ def site_problems(site: Site, options: Mapping[str, Any], mode: str) -> Iterator
 
     mode: launch.requeue.mode, whose problem has the key `launch.requeue.mode`.
     """
-    asked = header(site.options) | header(options)
-    yield from _partition_problems(site, asked)
-    yield from _time_problems(site, asked)
-    yield from _size_problems(site, asked)
+    requested = header(site.options) | header(options)
+    yield from _partition_problems(site, requested)
+    yield from _time_problems(site, requested)
+    yield from _size_problems(site, requested)
     if mode == "requeue" and "requeue" in site.forbidden:
         advice = to_write({"requeue": {"mode": "chain"}})
         yield (
@@ -159,28 +159,28 @@ def site_problems(site: Site, options: Mapping[str, Any], mode: str) -> Iterator
         yield "python", text
 
 
-def _partition_problems(site: Site, asked: Mapping[str, str | None]) -> Iterator[Found]:
-    names = (asked.get("partition") or "").split(",") if "partition" in asked else []
+def _partition_problems(site: Site, requested: Mapping[str, str | None]) -> Iterator[Found]:
+    names = (requested.get("partition") or "").split(",") if "partition" in requested else []
     if site.partitions and (absent := [x for x in names if x not in site.partitions]):
-        kept = [x for x in names if x in site.partitions] or [*site.partitions][:1]
-        advice = to_write({"slurm": {"partition": ",".join(kept)}})
+        partitions = [x for x in names if x in site.partitions] or [*site.partitions][:1]
+        advice = to_write({"slurm": {"partition": ",".join(partitions)}})
         shown = ", ".join(site.partitions)
         yield "partition", f"{', '.join(absent)} is no partition of this site ({shown}); {advice}"
-    for option, known in (("account", site.accounts), ("qos", [*site.qos])):
-        value = asked.get(option)
-        if known and value is not None and value not in known:
-            advice = to_write({"slurm": {option: known[0]}})
-            yield option, f"{value} is not among yours here ({', '.join(known)}); {advice}"
+    for option, values in (("account", site.accounts), ("qos", [*site.qos])):
+        value = requested.get(option)
+        if values and value is not None and value not in values:
+            advice = to_write({"slurm": {option: values[0]}})
+            yield option, f"{value} is not among yours here ({', '.join(values)}); {advice}"
 
 
-def _time_problems(site: Site, asked: Mapping[str, str | None]) -> Iterator[Found]:
-    text = asked.get("time")
+def _time_problems(site: Site, requested: Mapping[str, str | None]) -> Iterator[Found]:
+    text = requested.get("time")
     seconds = None if text is None else time_seconds(text)
     if text is None:
         return
     limits = {
         f"partition {name}": site.partitions[name].max_time_s
-        for name in _partitions_of(site, asked)
+        for name in _partitions_of(site, requested)
     }
     some = [x for x in limits.values() if x is not None]
     most: dict[str, int] = {}
@@ -188,7 +188,7 @@ def _time_problems(site: Site, asked: Mapping[str, str | None]) -> Iterator[Foun
         pick = min if site.part_limits == "all" else max
         name = next(x for x in limits if limits[x] == pick(some))
         most[name] = pick(some)
-    qos = asked.get("qos")
+    qos = requested.get("qos")
     if qos and (limit_s := site.qos.get(qos)) is not None:
         most[f"QOS {qos}"] = limit_s
     if not most:
@@ -199,15 +199,17 @@ def _time_problems(site: Site, asked: Mapping[str, str | None]) -> Iterator[Foun
         yield "time", f"{text} is above the {time_text(limit_s)} of {where}; {advice}"
 
 
-def _size_problems(site: Site, asked: Mapping[str, str | None]) -> Iterator[Found]:
+def _size_problems(site: Site, requested: Mapping[str, str | None]) -> Iterator[Found]:
     """Yield a number of nodes, or of GPUs of a node, that no partition of the job has."""
-    known = {name: site.partitions[name] for name in _partitions_of(site, asked)}
-    counts = node_counts(asked.get("nodes") or "1")
-    of_nodes = {name: min(x.nodes, x.max_nodes or x.nodes) for name, x in known.items() if x.nodes}
-    kind, gpus = asked.get("gpus-per-node"), 0
+    partitions = {name: site.partitions[name] for name in _partitions_of(site, requested)}
+    counts = node_counts(requested.get("nodes") or "1")
+    of_nodes = {
+        name: min(x.nodes, x.max_nodes or x.nodes) for name, x in partitions.items() if x.nodes
+    }
+    kind, gpus = requested.get("gpus-per-node"), 0
     if kind is not None:
         gpus = _gpu_of(f"gpu:{kind}")[1]
-    of_gpus = {name: x.gpus for name, x in known.items() if x.gpus}
+    of_gpus = {name: x.gpus for name, x in partitions.items() if x.gpus}
     sizes = (("nodes", counts[0] if counts else 0, of_nodes), ("gpus-per-node", gpus, of_gpus))
     for option, number, limits in sizes:
         if limits and number > (most := max(limits.values())):
@@ -216,9 +218,9 @@ def _size_problems(site: Site, asked: Mapping[str, str | None]) -> Iterator[Foun
             yield option, f"{number} is above the {most} of partition {name}; {advice}"
 
 
-def _partitions_of(site: Site, asked: Mapping[str, str | None]) -> list[str]:
+def _partitions_of(site: Site, requested: Mapping[str, str | None]) -> list[str]:
     """Return the partitions of the site that the job names, else the default one."""
-    if names := asked.get("partition"):
+    if names := requested.get("partition"):
         return [x for x in names.split(",") if x in site.partitions]
     return [name for name, partition in site.partitions.items() if partition.default]
 
@@ -228,9 +230,9 @@ def _python_problem(site: Site) -> str:
     node = site.node
     if node is None or node.pythons.get(sys.executable):
         return ""
-    here = platform.machine()
-    if node.arch != here:
-        why = f"nodes are {node.arch}, and {sys.executable} here is for {here}"
+    machine = platform.machine()
+    if node.arch != machine:
+        why = f"nodes are {node.arch}, and {sys.executable} here is for {machine}"
     elif sys.executable in node.pythons:
         why = f"{sys.executable} does not start on the nodes, or finds no torch there"
     else:
@@ -245,14 +247,14 @@ def _python_problem(site: Site) -> str:
 
 
 def fitted(
-    site: Site, asked: Mapping[str, str | None], gpu_option: str | None = None
+    site: Site, requested: Mapping[str, str | None], gpu_option: str | None = None
 ) -> FittedOptions:
     """Return the options of a job as this site takes them.
 
-    asked: options of sbatch, complete but for what the site adds. gpu_option: the one of them that
-    asks for GPUs of a node, if one does.
+    requested: options of sbatch, complete but for what the site adds. gpu_option: the one that
+    requests GPUs of a node, if any does.
     """
-    options = dict(asked)
+    options = dict(requested)
     notes: list[str] = []
     if gpu_option is not None:
         notes += _fit_gpus(site, options, gpu_option)
@@ -281,18 +283,20 @@ def _fit_gpus(site: Site, options: dict[str, str | None], name: str) -> Iterator
         for partition in site.partitions.values()
         for gpu_type, _ in map(_gpu_of, partition.gres)
     }
-    wanted = kind if kind in types else site.gpu_type
+    fitting_type = kind if kind in types else site.gpu_type
     target = site.gpu_option if not others else "gres"
-    asked = _shown(name, options.pop(name))
+    requested = _shown(name, options.pop(name))
     if target == "none":
         if "exclusive" not in site.forbidden:
             options.setdefault("exclusive", None)
-        yield f"without {asked}: the nodes of this site have no GRES, and are taken whole"
+        yield f"without {requested}: the nodes of this site have no GRES, and are taken whole"
         return
-    text = ":".join([*(["gpu"] if target == "gres" else []), *([wanted] if wanted else [])])
+    text = ":".join(
+        [*(["gpu"] if target == "gres" else []), *([fitting_type] if fitting_type else [])]
+    )
     options[target] = ",".join([f"{text}:{count}".removeprefix(":"), *others])
-    if (now := _shown(target, options[target])) != asked:
-        yield f"{now} in place of {asked}, as this site wants it"
+    if (now := _shown(target, options[target])) != requested:
+        yield f"{now} in place of {requested}, as this site wants it"
 
 
 def _gpu_of(gres: str) -> tuple[str | None, int]:

@@ -217,8 +217,8 @@ def _problem(name: str, value: Any) -> str | None:
         close = nearest(name, [*valid, *RESERVED])
         if close in RESERVED:
             return f"unknown option; {close} {_problem(close, None)}"
-        meant = f"did you mean {close}? " if close else ""
-        return f"unknown option; {meant}valid: {', '.join(sorted(valid))}"
+        suggestion = f"did you mean {close}? " if close else ""
+        return f"unknown option; {suggestion}valid: {', '.join(sorted(valid))}"
     kind = OPTIONS[name]
     if value is None or (kind.flag and isinstance(value, bool)):
         return None

@@ -111,11 +111,11 @@ def _around_text(processor: Any, file: Path) -> TextEnds:
                 takewhile(lambda piece: "SpecialToken" in piece, each)
                 for each in (pieces, reversed(pieces))
             )
-            before, after = (
+            preceding, following = (
                 [tuple(tokens[piece["SpecialToken"]["id"]]["ids"]) for piece in each]
                 for each in (first, last)
             )
-            return TextEnds(sum(before, ()), sum(reversed(after), ()))
+            return TextEnds(sum(preceding, ()), sum(reversed(following), ()))
         if kind in ("BertProcessing", "RobertaProcessing"):
             return TextEnds((settings["cls"][1],), (settings["sep"][1],))
         steps = cast(list[Any], settings["processors"] if kind == "Sequence" else [])

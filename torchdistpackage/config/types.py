@@ -366,8 +366,8 @@ _STEP_RANGE = re.compile(r"([1-9]\d{0,8})\.\.([1-9]\d{0,8})")
 
 def _step_range(value: object) -> object:
     """Turn a single step into a range: 10 into 10..10."""
-    one = type(value) in (int, str) and str(value).isdecimal()
-    return f"{value}..{value}" if one else value
+    is_number = type(value) in (int, str) and str(value).isdecimal()
+    return f"{value}..{value}" if is_number else value
 
 
 def _ascends(value: str) -> str:

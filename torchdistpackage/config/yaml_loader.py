@@ -130,8 +130,8 @@ class YamlDocument:
         characters of plain scalars that YAML reads as numbers or bools.
     """
 
-    def __init__(self, file: str, given: SourceLocation | None) -> None:
-        self.file, self.given = file, given
+    def __init__(self, file: str, location: SourceLocation | None) -> None:
+        self.file, self.given = file, location
         self.value: Any = None
         self.locations: dict[Keys, SourceLocation] = {}
         self.texts: dict[Keys, str] = {}

@@ -112,8 +112,8 @@ class Batches:
         """Return the numbers of the `many` training batches after `number`, up to the run's end."""
         _, step, index = number
         first = (step - 1) * self._rounds + index + 1
-        wanted = range(first, min(first + many, self._num_steps * self._rounds))
-        return [("train", 1 + n // self._rounds, n % self._rounds) for n in wanted]
+        numbers = range(first, min(first + many, self._num_steps * self._rounds))
+        return [("train", 1 + n // self._rounds, n % self._rounds) for n in numbers]
 
     def _in_thread(self, number: _Number) -> "Future[DataBatch]":
         if self._thread is None:

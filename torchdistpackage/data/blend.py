@@ -121,11 +121,11 @@ class BlendedDataset:
         )
         order = self._order(seed if split == "train" else 0)
         sources = [order.source(row // rows_per_sample) for row in range(begin, begin + per_rank)]
-        wanted = Counter(sources)
+        counts = Counter(sources)
         # rows that each source has given before this batch
         first_rows = [rows_per_sample * n for n in order.counts(begin // rows_per_sample)]
         blended: list[Tensor] | None = None
-        for index, number in wanted.items():
+        for index, number in counts.items():
             data = self.parts[index].data
             source_seed = seed_from("source", seed, index)
             rows = torch.tensor([row for row, of in enumerate(sources) if of == index])

@@ -182,8 +182,10 @@ class PackedDataset:
         if key not in self._orders:
             if split == "train":
                 # keep two epochs at most: a step may reach into the next one
-                kept = [k for k in self._orders if k[0] == split][-1:]
-                self._orders = {k: o for k, o in self._orders.items() if k[0] != split or k in kept}
+                newest = [k for k in self._orders if k[0] == split][-1:]
+                self._orders = {
+                    k: o for k, o in self._orders.items() if k[0] != split or k in newest
+                }
             self._orders[key] = self._ordered(*key)
         return self._orders[key]
 

@@ -119,8 +119,8 @@ class PreferenceDataset:
         for row, number in enumerate(numbers):
             num_tokens = fill(number, ids[row], targets[row])
             positions[row, max(num_tokens, 1) :] = 0
-        own = np.concatenate([np.arange(x.start, x.stop) for x in self._ranges])
-        parts = torch.from_numpy(ids[:, own]), torch.from_numpy(targets[:, own])
+        own_positions = np.concatenate([np.arange(x.start, x.stop) for x in self._ranges])
+        parts = torch.from_numpy(ids[:, own_positions]), torch.from_numpy(targets[:, own_positions])
         return (*parts, torch.from_numpy(positions)) if self._masks_padding else parts
 
     def _numbers(
@@ -184,7 +184,7 @@ class PreferenceDataset:
             return self._pairs[split]
         if (seed, epoch) not in self._epochs:
             # keep two epochs at most: a step may reach into the next one
-            kept = list(self._epochs.items())[-1:]
+            newest = list(self._epochs.items())[-1:]
             drawn = shuffled(self._pairs[split], seed_from("documents", seed, epoch))
-            self._epochs = {**dict(kept), (seed, epoch): drawn}
+            self._epochs = {**dict(newest), (seed, epoch): drawn}
         return self._epochs[seed, epoch]

@@ -102,12 +102,12 @@ class StreamedDataset:
             position = self._position(seed, number)
             block = self._order(seed, position.epoch)[position.index]
             sample = number - position.first
-            here = min(end - number, self._count(block) - sample)
+            count = min(end - number, self._count(block) - sample)
             block_seed = seed_from("block", seed, position.epoch, block)
             parts.append(
-                self._dataset(block).batch("train", block_seed, 1, 0, 1, here, first=sample)
+                self._dataset(block).batch("train", block_seed, 1, 0, 1, count, first=sample)
             )
-            number += here
+            number += count
         joined = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
         return (joined[0], joined[1]) if len(joined) == 2 else (joined[0], joined[1], joined[2])
 
@@ -135,10 +135,10 @@ class StreamedDataset:
     def _order(self, seed: int, epoch: int) -> list[int]:
         """Return the blocks of an epoch in their order."""
         if (seed, epoch) not in self._orders:
-            kept = dict(list(self._orders.items())[-_KEPT:])
+            newest = dict(list(self._orders.items())[-_KEPT:])
             numbers = np.arange(len(self._blocks))
             order: list[int] = shuffled(numbers, seed_from("blocks", seed, epoch)).tolist()
-            self._orders = {**kept, (seed, epoch): order}
+            self._orders = {**newest, (seed, epoch): order}
         return self._orders[seed, epoch]
 
     def _count(self, block: int) -> int:
@@ -149,7 +149,7 @@ class StreamedDataset:
 
     def _dataset(self, block: int) -> PackedDataset:
         if block not in self._datasets:
-            kept = dict(list(self._datasets.items())[1 - _KEPT :])
+            newest = dict(list(self._datasets.items())[1 - _KEPT :])
             options = self._options
             dataset = PackedDataset(
                 self._blocks.read(block),
@@ -160,5 +160,5 @@ class StreamedDataset:
                 document_masks=options.document_masks,
                 packing=options.packing,
             ).part(self._ranges)
-            self._datasets = {**kept, block: dataset}
+            self._datasets = {**newest, block: dataset}
         return self._datasets[block]

@@ -69,9 +69,9 @@ class UnpairedDataset(PreferenceDataset):
         batch = self._num_rows // 2
         first = sample // batch * batch
         other = first + (sample - first - 1) % batch if is_mismatched else sample
-        asked, answered = (self._unit(split, seed, x) for x in (sample, other))
+        question, answered = (self._unit(split, seed, x) for x in (sample, other))
         starts = text.starts
-        prompt = slice(starts[asked], starts[asked] + text.prompts[asked])
+        prompt = slice(starts[question], starts[question] + text.prompts[question])
         answer = slice(starts[answered] + text.prompts[answered], text.ends[answered])
         room = self.seq_len + 1
         tokens, counts = (
@@ -80,6 +80,6 @@ class UnpairedDataset(PreferenceDataset):
         )
         ids[: len(tokens)] = tokens[: self.seq_len]
         targets[: len(tokens) - 1] = np.where(counts[1:] != 0, tokens[1:], IGNORE)
-        own = text.counted[starts[asked] + text.prompts[asked]]
-        targets[:] = with_label(targets, own != UNDESIRABLE)
+        answer_ids = text.counted[starts[question] + text.prompts[question]]
+        targets[:] = with_label(targets, answer_ids != UNDESIRABLE)
         return min(len(tokens), self.seq_len)

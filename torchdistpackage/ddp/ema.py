@@ -312,11 +312,11 @@ def _move(averages: list[Tensor], parameters: list[Tensor], decay: float) -> Non
     torch._foreach_add_(averages, parameters, alpha=1 - decay)
 
 
-def _find(kept: Mapping[str, Tensor], module: nn.Module, kind: str) -> Slots:
+def _find(averages: Mapping[str, Tensor], module: nn.Module, kind: str) -> Slots:
     """Return where the module holds each tensor now. kind: `_parameters` or `_buffers`."""
     inside = dict(module.named_modules(remove_duplicate=False))
     slots: Slots = []
-    for name, x in kept.items():
+    for name, x in averages.items():
         path, _, key = name.rpartition(".")
         holder = vars(inside[path])[kind] if path in inside else {}
         if key not in holder:

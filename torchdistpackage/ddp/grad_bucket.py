@@ -105,8 +105,8 @@ class GradBucket:
         divided, self._divided = self._divided, set()
         if not divided:
             self.flat.div_(self._divide)
-        elif rest := [view for member, view in enumerate(self.views) if member not in divided]:
-            torch._foreach_div_(rest, self._divide)
+        elif views := [view for member, view in enumerate(self.views) if member not in divided]:
+            torch._foreach_div_(views, self._divide)
 
     def _come_back(self) -> None:
         """Move views back that got other memory through `.grad.data = ` or `module.to`."""

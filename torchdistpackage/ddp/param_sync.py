@@ -138,12 +138,14 @@ def find_shard_differences(shards: Iterable[ReplicatedShard]) -> list[Difference
                 start, stop, *both = of_rank[index]
                 if stop > start:
                     by_range.setdefault((start, stop), []).append((rank, (both[0], both[1])))
-            for held in by_range.values():
-                common, number = Counter(x for _, x in held).most_common(1)[0]
-                if number < len(held):
-                    majority = 2 * number > len(held)
-                    odd = tuple(r for r, x in held if majority and x != common)
-                    differences.append(Difference(shard.name, tuple(r for r, _ in held), odd))
+            for shards_of_range in by_range.values():
+                common, number = Counter(x for _, x in shards_of_range).most_common(1)[0]
+                if number < len(shards_of_range):
+                    majority = 2 * number > len(shards_of_range)
+                    odd = tuple(r for r, x in shards_of_range if majority and x != common)
+                    differences.append(
+                        Difference(shard.name, tuple(r for r, _ in shards_of_range), odd)
+                    )
     return differences
 
 

@@ -86,17 +86,17 @@ def convert_sync_batchnorm(module: nn.Module, group: Group | None = None) -> nn.
     return _converted(module, group, {})
 
 
-def _converted(module: nn.Module, group: Group | None, done: dict[nn.Module, nn.Module]):
-    """Convert a module and its children in place; `done` holds the converted ones."""
-    if module in done:
-        return done[module]
+def _converted(module: nn.Module, group: Group | None, converted: dict[nn.Module, nn.Module]):
+    """Convert a module and its children in place; `converted` holds the converted ones."""
+    if module in converted:
+        return converted[module]
     if isinstance(module, _BatchNorm):
-        done[module] = _synchronised(module, group)
-        return done[module]
-    done[module] = module
+        converted[module] = _synchronised(module, group)
+        return converted[module]
+    converted[module] = module
     for name, child in list(module._modules.items()):
         if child is not None:
-            module._modules[name] = _converted(child, group, done)
+            module._modules[name] = _converted(child, group, converted)
     return module
 
 

@@ -238,7 +238,9 @@ def disagreement(ranks: Sequence[RankDevice]) -> str:
         )
     backends = {r.backend: [s.rank for s in ranks if s.backend == r.backend] for r in ranks}
     if len(backends) > 1:
-        shown = ", ".join(f"{name} on {_listed(those)}" for name, those in backends.items())
+        shown = ", ".join(
+            f"{name} on {_listed(ranks_of_name)}" for name, ranks_of_name in backends.items()
+        )
         return f"the ranks use different backends: {shown}; give setup_distributed the same on all"
     if on_cpu and (short := [r for r in ranks if _is_short(r, len(ranks))]):
         return f"too few GPUs: {_shortage(short)}; {_advice(short)}"

@@ -110,8 +110,8 @@ def mps_runs(env: Mapping[str, str]) -> bool:
 
 def sharing_note(num_ranks: int, library: str, *, has_mps: bool) -> str:
     """Return the line with which a start on shared GPUs begins. library: NCCL 2.30.7, or gloo."""
-    how = "under MPS" if has_mps else "taking turns, as no MPS control daemon runs"
+    sharing = "under MPS" if has_mps else "taking turns, as no MPS control daemon runs"
     return (
-        f"up to {num_ranks} ranks share a GPU (launch.share_gpus) over {library}, {how}: for "
+        f"up to {num_ranks} ranks share a GPU (launch.share_gpus) over {library}, {sharing}: for "
         f"development and tests; times and speeds of this run mean nothing"
     )

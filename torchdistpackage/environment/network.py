@@ -131,15 +131,15 @@ def configure_network(
             `choose_interface`.
     """
     users = {name: env[name] for name in (GLOO, NCCL) if env.get(name)}
-    meant = users_interfaces(env, addresses)
+    interfaces = users_interfaces(env, addresses)
     shown = " and ".join(f"{name}={value}" for name, value in users.items())
     if len(users) == 2:
         return Network((), f"network: as set by {shown}")
     if GLOO in users:
-        return Network(((NCCL, "=" + ",".join(meant[GLOO])),), f"network: as set by {shown}")
-    if NCCL in users and len(meant[NCCL]) == 1:
-        return Network(((GLOO, meant[NCCL][0]),), f"network: as set by {shown}")
-    allowed = [a for a in addresses if NCCL not in users or a.interface in meant[NCCL]]
+        return Network(((NCCL, "=" + ",".join(interfaces[GLOO])),), f"network: as set by {shown}")
+    if NCCL in users and len(interfaces[NCCL]) == 1:
+        return Network(((GLOO, interfaces[NCCL][0]),), f"network: as set by {shown}")
+    allowed = [a for a in addresses if NCCL not in users or a.interface in interfaces[NCCL]]
     choice = choose_interface(allowed, master, own=own)
     among = f", among those of {shown}" if users else ""
     # "=": NCCL reads a bare name as the beginning of names, so that eth1 would also be eth10
@@ -158,13 +158,13 @@ def users_interfaces(
     """
     names = tuple(dict.fromkeys(a.interface for a in addresses))
     users = {name: env[name] for name in (GLOO, NCCL) if env.get(name)}
-    meant = {name: _READ[name](value, names) for name, value in users.items()}
-    if wrong := [f"{name}={users[name]}" for name, interfaces in meant.items() if not interfaces]:
+    chosen = {name: _READ[name](value, names) for name, value in users.items()}
+    if wrong := [f"{name}={users[name]}" for name, interfaces in chosen.items() if not interfaces]:
         raise LaunchError(
             f"{' and '.join(wrong)}: no such interface with an address on this node, which has "
             f"{_listed(addresses)}; correct or unset it"
         )
-    return meant
+    return chosen
 
 
 def is_loopback(address: str) -> bool:
@@ -174,8 +174,8 @@ def is_loopback(address: str) -> bool:
 
 def _read_gloo(value: str, names: Sequence[str]) -> tuple[str, ...]:
     """Return the interfaces that gloo takes: all that are listed must be there."""
-    wanted = tuple(value.split(","))
-    return wanted if set(wanted) <= set(names) else ()
+    interfaces = tuple(value.split(","))
+    return interfaces if set(interfaces) <= set(names) else ()
 
 
 def _read_nccl(value: str, names: Sequence[str]) -> tuple[str, ...]:
@@ -184,10 +184,10 @@ def _read_nccl(value: str, names: Sequence[str]) -> tuple[str, ...]:
     """
     text = value.removeprefix("^")
     leave_out, exact = text != value, text.startswith("=")
-    wanted = [part for part in text.removeprefix("=").split(",") if part]
+    patterns = [part for part in text.removeprefix("=").split(",") if part]
 
     def is_meant(name: str) -> bool:
-        return any(name == part if exact else name.startswith(part) for part in wanted)
+        return any(name == part if exact else name.startswith(part) for part in patterns)
 
     return tuple(name for name in names if is_meant(name) != leave_out)
 

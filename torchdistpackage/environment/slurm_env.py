@@ -91,13 +91,13 @@ def expand_counts(text: str) -> tuple[int, ...]:
 
 def _expand_one(text: str, host: str, *, room: int) -> list[str]:
     """Return the hosts of one element; they are counted first, so that a large size cannot hurt."""
-    *pieces, rest = _BRACKET.split(host)
+    *pieces, suffix = _BRACKET.split(host)
     if not pieces:
         if room < 1:
             _refuse(text, f"it has more than {MAX_HOSTS} hosts")
         return [host]
-    if rest:
-        _refuse(text, f"{_short(rest)} follows the last bracket of {_short(host)}")
+    if suffix:
+        _refuse(text, f"{_short(suffix)} follows the last bracket of {_short(host)}")
     prefixes = pieces[0::2]
     brackets = [_ranges(text, inside) for inside in pieces[1::2]]
     widths = [max(width for _, _, width in ranges) for ranges in brackets]

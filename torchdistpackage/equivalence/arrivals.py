@@ -17,19 +17,19 @@ def lost_row(reference: ParityRecord, ranks: Sequence[ParityRecord]) -> tuple[st
     and the row; None: all came, or some came changed.
     """
     for name, calls in reference.modules.items():
-        held = [(i, r.modules[name]) for i, r in enumerate(ranks) if name in r.modules]
+        modules = [(i, r.modules[name]) for i, r in enumerate(ranks) if name in r.modules]
         full = _rows(calls)
-        parts = [(rank, rows) for rank, x in held if (rows := _rows(x)) is not None]
-        if full is None or len(parts) < len(held) or not parts:
+        parts = [(rank, rows) for rank, x in modules if (rows := _rows(x)) is not None]
+        if full is None or len(parts) < len(modules) or not parts:
             continue
         if any(rows.shape[1] != full.shape[1] for _, rows in parts):
             continue
         if sum(len(rows) for _, rows in parts) < len(full):
             continue
-        found = [rows_found(rows, full) for _, rows in parts]
+        rows_of_parts = [rows_found(rows, full) for _, rows in parts]
         if any(_has_strangers(rows, full) for _, rows in parts):
             continue
-        if missing := sorted(set(range(len(full))).difference(*found)):
+        if missing := sorted(set(range(len(full))).difference(*rows_of_parts)):
             return name, parts[-1][0], missing[0]
     return None
 
@@ -59,9 +59,9 @@ def uneven_scalar(
         for record in ranks:
             if name not in record.modules:
                 continue
-            here = _gradients_of_scalars(record.modules[name])
-            for place, expected in right.items():
-                ratio = here[place] / expected if place in here else 1.0
+            gradients = _gradients_of_scalars(record.modules[name])
+            for rank_index, expected in right.items():
+                ratio = gradients[rank_index] / expected if rank_index in gradients else 1.0
                 if abs(ratio - 1) > 1e-9:
                     return name, ratio
     return None

@@ -100,7 +100,7 @@ class ParityFinding:
 def finding_of(
     stage: Stage,
     module: str,
-    what: str,
+    subject: str,
     worst: tuple[float | None, int],
     kind: str,
     more: str = "",
@@ -109,7 +109,7 @@ def finding_of(
     """Return a finding with the sentence of its kind; more: what the sentence ends with."""
     excess, rank = worst
     return ParityFinding(
-        module, what, excess, rank, CAUSES[kind] + more, stage=stage, kind=kind, factor=factor
+        module, subject, excess, rank, CAUSES[kind] + more, stage=stage, kind=kind, factor=factor
     )
 
 
@@ -133,9 +133,10 @@ def _first_difference(
     for rank, record in enumerate(ranks):
         if record.error:
             module = _module_in(record.error, reference)
-            line = record.error.removeprefix(f"{module}: ")
-            finding = ParityFinding(module, ITS_STEP, None, rank, line, record.error_detail)
-            if line.startswith(DataError.__name__):  # one process reads the same without an error
+            message = record.error.removeprefix(f"{module}: ")
+            finding = ParityFinding(module, ITS_STEP, None, rank, message, record.error_detail)
+            # one process reads the same data without an error
+            if message.startswith(DataError.__name__):
                 finding = replace(finding, module=DATA, stage="samples", kind="order of data")
             return replace(finding, axis=" and ".join(axes))
     if any(record.placed_grads for record in ranks):
@@ -224,8 +225,8 @@ def _initial(
         if (
             worst := _worst(reference.initial, (r.initial for r in ranks), name, measure)
         ) is not None:
-            what = f"the first weights ({name})"
-            return finding_of("start", _owner(name), what, worst, "initial weights")
+            subject = f"the first weights ({name})"
+            return finding_of("start", _owner(name), subject, worst, "initial weights")
     return None
 
 
@@ -271,8 +272,8 @@ def _moved(
     for rank, record in enumerate(ranks):
         for name in record.moved:
             if name not in reference.moved:
-                what = f"weights before the update ({name})"
-                return finding_of("update", _owner(name), what, (None, rank), "updated weights")
+                subject = f"weights before the update ({name})"
+                return finding_of("update", _owner(name), subject, (None, rank), "updated weights")
     return None
 
 
@@ -551,7 +552,7 @@ def _first_grad(
     reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
 ) -> ParityFinding | None:
     """Compare the gradients, from the loss backwards."""
-    order = {name: place for place, name in enumerate(reference.modules)}
+    order = {name: position for position, name in enumerate(reference.modules)}
     names = sorted(reference.grads, key=lambda name: order.get(name.rpartition(".")[0], -1))
     # a gradient that is zero by nature, as of a bias of keys, is what rounding leaves of a sum
     noise = max(measure.noise * _largest(reference.grads), measure.least_noise)
@@ -560,9 +561,9 @@ def _first_grad(
         held_by = [(i, r) for i, r in enumerate(ranks) if r.grads and name in r.initial]
         missing = [i for i, r in held_by if name not in r.grads]
         if missing:
-            what, worst = f"no gradient ({name})", (None, missing[0])
+            subject, worst = f"no gradient ({name})", (None, missing[0])
             factor = f"missing on rank {missing[0]}"
-            return finding_of("gradient", _owner(name), what, worst, "not reached", "", factor)
+            return finding_of("gradient", _owner(name), subject, worst, "not reached", "", factor)
         if (
             worst := _worst(reference.grads, (r.grads for r in ranks), name, measure, noise)
         ) is not None:
@@ -572,13 +573,13 @@ def _first_grad(
             if kind == "wrong backward" and copies_differ(name, [r.placed_grads for r in ranks]):
                 kind, more = "gradient not summed", f" over all of {' and '.join(axes)}"
             factor = factor_of(grads, reference.grads[name], axes)
-            module, what = _owner(name), f"gradients ({name})"
+            module, subject = _owner(name), f"gradients ({name})"
             if (culprit := backward_culprit(reference, ranks, axes)) is not None:
-                module, what = culprit.module, "gradients of its inputs"
+                module, subject = culprit.module, "gradients of its inputs"
                 worst = culprit.difference, culprit.rank
             if (scalar := uneven_scalar(reference, ranks, module)) is not None:
                 kind, more, factor = "auxiliary loss", "", ratio_text(scalar[1], axes)
-            return finding_of("gradient", module, what, worst, kind, more, factor)
+            return finding_of("gradient", module, subject, worst, kind, more, factor)
     return None
 
 
@@ -625,9 +626,9 @@ def _dropout(
     shares = math.prod(size for axis, size in axes.items() if axis not in ("tensor", "pipe"))
     for name in {n: None for record in ranks for n in record.masks}:
         masks = [(rank, r.coord, r.masks[name]) for rank, r in enumerate(ranks) if name in r.masks]
-        for i, (_, one, mask) in enumerate(masks):
+        for i, (_, replica, mask) in enumerate(masks):
             for rank, other, second in masks[i + 1 :]:
-                differing_axes = [axis for axis in axes if one.get(axis) != other.get(axis)]
+                differing_axes = [axis for axis in axes if replica.get(axis) != other.get(axis)]
                 if mask.shape != second.shape or mask.numel() < 16 or len(differing_axes) != 1:
                     continue
                 same = bool((mask == second).all())
@@ -691,8 +692,8 @@ def _rates(
         for step, (rate, right) in enumerate(zip(record.rates, reference.rates, strict=False), 1):
             gap = abs(rate - right) / max(abs(right), 1e-30)
             if gap > TOLERANCE:
-                where, what = "the learning rate", f"the rate of step {step}"
-                return finding_of("update", where, what, (gap, rank), "learning rate")
+                where, subject = "the learning rate", f"the rate of step {step}"
+                return finding_of("update", where, subject, (gap, rank), "learning rate")
     return None
 
 
@@ -707,9 +708,9 @@ def _scale(
             continue
         gap = abs(record.scale / reference.scale - 1)
         if gap > measure.tolerance:
-            where, what = "the gradient norm", "what clipping multiplies gradients by"
+            where, subject = "the gradient norm", "what clipping multiplies gradients by"
             factor = ratio_text(record.scale / reference.scale, axes)
-            return finding_of("norm", where, what, (gap, rank), "norm", "", factor)
+            return finding_of("norm", where, subject, (gap, rank), "norm", "", factor)
     return None
 
 
@@ -717,20 +718,20 @@ def _first_update(
     reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
 ) -> ParityFinding | None:
     """Compare the weights after the first step."""
-    what = "weights after the first step"
-    finding = _updated(reference, ranks, axes, measure, lambda r: r.updated, what)
+    subject = "weights after the first step"
+    finding = _updated(reference, ranks, axes, measure, lambda r: r.updated, subject)
     if finding is not None:
         return finding
     weights = {n: x for n, x in full_tensors(reference.placed_update).items() if STATE not in n}
-    return _placed(reference, weights, [r.placed_update for r in ranks], "update", what, measure)
+    return _placed(reference, weights, [r.placed_update for r in ranks], "update", subject, measure)
 
 
 def _weights(
     reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
 ) -> ParityFinding | None:
     """Compare the weights after the last step."""
-    what = "weights after the steps"
-    finding = _updated(reference, ranks, axes, measure, lambda r: r.weights, what)
+    subject = "weights after the steps"
+    finding = _updated(reference, ranks, axes, measure, lambda r: r.weights, subject)
     if finding is not None:
         return finding
     later = [(abs(a - b) / max(abs(b), 1e-30)) for r in ranks if len(ranks) == 1
@@ -746,7 +747,7 @@ def _updated(
     axes: Axes,
     measure: Measure,
     weights_of: Callable[[ParityRecord], Mapping[str, Tensor]],
-    what: str,
+    subject: str,
 ) -> ParityFinding | None:
     """Compare the weights that steps have left."""
     full = weights_of(reference)
@@ -769,7 +770,7 @@ def _updated(
         kind = "learning rate" if factor and not factor.startswith("missing") else "update"
         if kind == "update" and _decays(moves, reference.initial.get(name), full[name]):
             kind = "weight decay"
-        return finding_of("update", _owner(name), f"{what} ({name})", worst, kind, "", factor)
+        return finding_of("update", _owner(name), f"{subject} ({name})", worst, kind, "", factor)
     return None
 
 
@@ -780,10 +781,10 @@ def _decays(moves: Mapping[int, Tensor], initial: Tensor | None, full: Tensor) -
     for move in moves.values():
         if move.shape != initial.shape:
             return False
-        rest = move - (full - initial)
-        share = float((rest * initial).sum() / initial.square().sum())
-        if share == 0 or float((rest - share * initial).abs().max()) > 1e-6 * float(
-            rest.abs().max()
+        residual = move - (full - initial)
+        share = float((residual * initial).sum() / initial.square().sum())
+        if share == 0 or float((residual - share * initial).abs().max()) > 1e-6 * float(
+            residual.abs().max()
         ):
             return False
     return bool(moves)
@@ -795,16 +796,16 @@ def _states(
     """Compare weights and optimizer states after the last step, wherever ZeRO keeps them."""
     full, placed = full_tensors(reference.placed), [r.placed for r in ranks]
     weights = {name: x for name, x in full.items() if STATE not in name}
-    what = "weights after the steps"
-    finding = _placed(reference, weights, placed, "update", what, measure)
+    subject = "weights after the steps"
+    finding = _placed(reference, weights, placed, "update", subject, measure)
     if finding is not None:
         return finding
     states = {name: x for name, x in full.items() if STATE in name}
-    kind, what = "optimizer state", "optimizer states"
-    finding = _placed(reference, states, placed, kind, what, measure)
+    kind, subject = "optimizer state", "optimizer states"
+    finding = _placed(reference, states, placed, kind, subject, measure)
     if finding is not None:
         return finding
-    return _searched(reference, ranks, lambda r: r.states, kind, what, measure)
+    return _searched(reference, ranks, lambda r: r.states, kind, subject, measure)
 
 
 def _searched(
@@ -812,7 +813,7 @@ def _searched(
     ranks: Sequence[ParityRecord],
     tensors_of: Callable[[ParityRecord], Mapping[str, Tensor]],
     kind: str,
-    what: str,
+    subject: str,
     measure: Measure,
 ) -> ParityFinding | None:
     """Compare weights and optimizer states that may be any shard of the full ones."""
@@ -826,7 +827,7 @@ def _searched(
         if worst is None and not any(name in tensors_of(r) for r in ranks):
             worst = None, 0
         if worst is not None:
-            return finding_of("state", _owner(parameter), f"{what} ({name})", worst, kind)
+            return finding_of("state", _owner(parameter), f"{subject} ({name})", worst, kind)
     return None
 
 
@@ -835,7 +836,7 @@ def _placed(
     full: Mapping[str, Tensor],
     ranks: Sequence[Placed],
     kind: str,
-    what: str,
+    subject: str,
     measure: Measure,
 ) -> ParityFinding | None:
     """Compare tensors whose place is known."""
@@ -853,7 +854,7 @@ def _placed(
         worst = worst_gap(name, right, ranks, tolerance)
         if worst is not None:
             stage: Stage = "state" if kind != "update" else "update"
-            return finding_of(stage, _owner(parameter), f"{what} ({name})", worst, kind)
+            return finding_of(stage, _owner(parameter), f"{subject} ({name})", worst, kind)
     return None
 
 
@@ -877,8 +878,8 @@ def _casts(
     for rank, record in enumerate(ranks):
         for name, dtype in record.casts.items():
             if name not in reference.casts:
-                module, what = name or WHOLE_MODEL, f"numbers in {dtype}"
-                return finding_of("precision", module, what, (None, rank), "precision")
+                module, subject = name or WHOLE_MODEL, f"numbers in {dtype}"
+                return finding_of("precision", module, subject, (None, rank), "precision")
     return None
 
 
@@ -897,9 +898,9 @@ def stopped_difference(ranks: Sequence[ParityRecord], axes: Axes) -> ParityFindi
     if gap.kind == "data after a resume":
         module = DATA
     factor = f"on rank {', '.join(map(str, sorted(only)))}" if len(only) < len(ranks) else ""
-    what = f"{gap.what} {gap.when}"
+    subject = f"{gap.what} {gap.when}"
     stage = _RESUMED.get(gap.kind, "resume")
-    finding = finding_of(stage, module, what, (gap.excess, rank), gap.kind, "", factor)
+    finding = finding_of(stage, module, subject, (gap.excess, rank), gap.kind, "", factor)
     return replace(finding, axis=" and ".join([*axes, "resume"]))
 
 
@@ -916,12 +917,12 @@ def _loaded(
     """Compare what is there once the save of one process is loaded, and a step later."""
     kind = "loaded elsewhere"
     full = full_tensors(reference.placed_loaded)
-    what = "the loaded save of one process"
+    subject = "the loaded save of one process"
     loaded = [r.placed_loaded for r in ranks]
-    finding = _placed(reference, full, loaded, kind, what, measure)
+    finding = _placed(reference, full, loaded, kind, subject, measure)
     if finding is not None:
         return finding
     if any(r.loaded for r in ranks):
-        return _searched(reference, ranks, lambda r: r.loaded, kind, what, measure)
-    full, after = full_tensors(reference.placed_after), [r.placed_after for r in ranks]
-    return _placed(reference, full, after, kind, f"a step after {what}", measure)
+        return _searched(reference, ranks, lambda r: r.loaded, kind, subject, measure)
+    full, placed_after = full_tensors(reference.placed_after), [r.placed_after for r in ranks]
+    return _placed(reference, full, placed_after, kind, f"a step after {subject}", measure)

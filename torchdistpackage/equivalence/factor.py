@@ -71,8 +71,8 @@ def _factor(
     if tensor.shape == full.shape:
         a, b = tensor.double().flatten(), full.double().flatten()
         factor = float(a @ b / (b @ b))
-        rest = float((a - factor * b).abs().max()) / max(float(a.abs().max()), 1e-30)
-        if factor and rest <= tolerance:
+        residual = float((a - factor * b).abs().max()) / max(float(a.abs().max()), 1e-30)
+        if factor and residual <= tolerance:
             rounded = next((x for x in _candidates(axes) if abs(factor / x - 1) < 1e-6), factor)
             return 1.0 if abs(factor - 1) <= tolerance else rounded
     for factor in (1.0, *_candidates(axes)):

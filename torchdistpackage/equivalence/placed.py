@@ -82,14 +82,16 @@ def assembled(full: Mapping[str, Tensor], ranks: Sequence[Placed]) -> dict[str, 
         boxes = [each for record in ranks for each in record.get(name, ())]
         if not boxes:
             continue
-        whole, seen = torch.zeros_like(right), torch.zeros(right.shape, dtype=torch.bool)
+        full_tensor, seen = torch.zeros_like(right), torch.zeros(right.shape, dtype=torch.bool)
         for box, tensor in boxes:
             at = box if box else ...
             expected = right[at]
             if expected.shape != tensor.shape:
                 continue
-            further = (tensor - expected).abs() >= (whole[at] - expected).abs()
-            whole[at] = torch.where(further | ~seen[at], tensor.to(whole.dtype), whole[at])
+            further = (tensor - expected).abs() >= (full_tensor[at] - expected).abs()
+            full_tensor[at] = torch.where(
+                further | ~seen[at], tensor.to(full_tensor.dtype), full_tensor[at]
+            )
             seen[at] = True
-        tensors[name] = whole
+        tensors[name] = full_tensor
     return tensors

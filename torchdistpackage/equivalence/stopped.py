@@ -63,11 +63,11 @@ def resume_gaps(
 
     stopped: what was there at the save. straight: what was there after each further step.
     """
-    before, gaps = stopped, list[ResumeGap]()
+    stopped_moment, gaps = stopped, list[ResumeGap]()
     for number, expected in enumerate(straight, 1):
         run = fresh()
         loaded = run.load()
-        gaps += _kept_gaps(run.moment(), before, f"after stop {number}")
+        gaps += _kept_gaps(run.moment(), stopped_moment, f"after stop {number}")
         step = first + number
         if loaded not in (None, step - 1):
             gaps.append(ResumeGap("step after a resume", "the step", f"after stop {number}", None))
@@ -76,26 +76,26 @@ def resume_gaps(
             run.save(step)
         run.close()
         # ranks go on together, also where one of them has found something
-        before = expected
+        stopped_moment = expected
     return gaps
 
 
-def _step_gaps(came: RunMoment, expected: RunMoment, when: str) -> list[ResumeGap]:
+def _step_gaps(resumed: RunMoment, expected: RunMoment, when: str) -> list[ResumeGap]:
     """Return what differs after a step: what it was fed, what it left, its loss and its norm."""
-    gaps = _kept_gaps(came, expected, when)
-    if came.samples != expected.samples:
+    gaps = _kept_gaps(resumed, expected, when)
+    if resumed.samples != expected.samples:
         gaps.insert(0, ResumeGap("data after a resume", "samples", when, None))
-    if not gaps and (came.loss, came.norm) != (expected.loss, expected.norm):
+    if not gaps and (resumed.loss, resumed.norm) != (expected.loss, expected.norm):
         gaps.append(ResumeGap("weights after a resume", "the loss or the norm", when, None))
     return gaps
 
 
-def _kept_gaps(came: RunMoment, expected: RunMoment, when: str) -> list[ResumeGap]:
+def _kept_gaps(resumed: RunMoment, expected: RunMoment, when: str) -> list[ResumeGap]:
     """Return what differs of what a run keeps: random states, optimizer states and weights."""
     gaps: list[ResumeGap] = []
-    if any(not torch.equal(came.random[x], expected.random[x]) for x in expected.random):
+    if any(not torch.equal(resumed.random[x], expected.random[x]) for x in expected.random):
         gaps.append(ResumeGap("random state after a resume", "random states", when, None))
-    for name, apart in _apart(came.tensors, expected.tensors):
+    for name, apart in _apart(resumed.tensors, expected.tensors):
         _, _, key = name.partition(STATE)
         kind = "state after a resume" if key else "weights after a resume"
         gaps.append(ResumeGap(kind, name, when, apart))
@@ -104,22 +104,24 @@ def _kept_gaps(came: RunMoment, expected: RunMoment, when: str) -> list[ResumeGa
     return gaps
 
 
-def _apart(came: Placed, expected: Placed) -> Iterator[tuple[str, float | None]]:
+def _apart(resumed: Placed, expected: Placed) -> Iterator[tuple[str, float | None]]:
     """Yield the names whose bits differ, and by how much of the largest number; None: missing."""
     for name, boxes in expected.items():
-        here = came.get(name, [])
-        if len(here) != len(boxes) or any(
-            a.shape != b.shape for (_, a), (_, b) in zip(here, boxes, strict=True)
+        boxes_of_name = resumed.get(name, [])
+        if len(boxes_of_name) != len(boxes) or any(
+            a.shape != b.shape for (_, a), (_, b) in zip(boxes_of_name, boxes, strict=True)
         ):
             yield name, None
             continue
         wrong = [
-            (a, b) for (_, a), (_, b) in zip(here, boxes, strict=True) if not torch.equal(a, b)
+            (a, b)
+            for (_, a), (_, b) in zip(boxes_of_name, boxes, strict=True)
+            if not torch.equal(a, b)
         ]
         if wrong:
             yield name, max(_gap(a, b) for a, b in wrong)
 
 
-def _gap(came: Tensor, expected: Tensor) -> float:
+def _gap(resumed: Tensor, expected: Tensor) -> float:
     scale = max(float(expected.double().abs().max()), 1e-30)
-    return float((came.double() - expected.double()).abs().max()) / scale
+    return float((resumed.double() - expected.double()).abs().max()) / scale

@@ -28,8 +28,8 @@ _FALCON = {
 
 def _falcon_sizes(s: Settings) -> Sizes:
     heads = s["num_attention_heads"]
-    one = 1 if s["multi_query"] else heads
-    keys = (s["num_kv_heads"] or heads) if s["new_decoder_architecture"] else one
+    num_key_heads = 1 if s["multi_query"] else heads
+    keys = (s["num_kv_heads"] or heads) if s["new_decoder_architecture"] else num_key_heads
     return replace(sizes_of(s, s["ffn_hidden_size"] or 4 * s["hidden_size"]), kv_heads=keys)
 
 

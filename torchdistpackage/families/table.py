@@ -84,9 +84,9 @@ class Weights:
         if weight.layout.unreduced:
             self.split.partial[full] = self.parameters[full].layout
 
-    def _layer(self, name: str, kind: LayerKind, weight: Layout, **how: Any) -> None:
-        how["sequence_parallel"] = self.sequence_parallel
-        self.split.layers[self.prefix + name] = LayerCut(kind, weight, **how)
+    def _layer(self, name: str, kind: LayerKind, weight: Layout, **options: Any) -> None:
+        options["sequence_parallel"] = self.sequence_parallel
+        self.split.layers[self.prefix + name] = LayerCut(kind, weight, **options)
 
     def whole(
         self,
@@ -437,6 +437,6 @@ class Family:
         """
         if block := block_of(self.blocks, name):
             return block_stages[int(block.removesuffix(".").rpartition(".")[2])]
-        before = () if self.sides is None else self.sides.before
-        is_before = name.startswith(tuple(f"{path}." for path in before))
+        names_before = () if self.sides is None else self.sides.before
+        is_before = name.startswith(tuple(f"{path}." for path in names_before))
         return block_stages[0] if is_before else block_stages[-1]

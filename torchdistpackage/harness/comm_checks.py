@@ -170,8 +170,8 @@ def _broadcast_object(member: GroupMember) -> Found:
 
 def _message(forward: int, backward: int, number: int, member: GroupMember) -> Found:
     ranks, index = member.ranks, member.index
-    previous_rank, after = ranks[index - 1], ranks[(index + 1) % len(ranks)]
-    ways = [(previous_rank, after)] * forward + [(after, previous_rank)] * backward
+    previous_rank, next_rank = ranks[index - 1], ranks[(index + 1) % len(ranks)]
+    ways = [(previous_rank, next_rank)] * forward + [(next_rank, previous_rank)] * backward
     yield from _exchange(member, ways, number)
 
 

@@ -165,8 +165,8 @@ def _walk(kinds: Sequence[GroupClass], thread: GuardedThread) -> None:
         for check, member in kind.steps:
             title = f"{check.name} over the {kind.which} of ranks {list(member.ranks)}"
             thread.begin(title, member.ranks)
-            for got, expected, source in check.run(member):
-                if problem := compare(got, expected):
+            for received, expected, source in check.run(member):
+                if problem := compare(received, expected):
                     thread.wrong.append(f"{title}{source}: rank {member.rank} on {host} {problem}")
         thread.times_s.append(time.monotonic() - begin_s)
 

@@ -156,7 +156,7 @@ def _absences(
     host_of: HostOf,
     limit_s: float,
     meeting: str,
-    came: Sequence[int],
+    present: Sequence[int],
 ) -> list[str]:
     """Return one line for each operation for which some ranks waited and others did not come."""
     lines: list[str] = []
@@ -174,7 +174,7 @@ def _absences(
     if missing:
         lines.append(
             f"{meeting}: {named(sorted(missing), host_of)} did not come within {limit_s:g} s; "
-            f"{named(came, host_of)} came"
+            f"{named(present, host_of)} came"
         )
     return lines
 

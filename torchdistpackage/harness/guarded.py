@@ -193,9 +193,9 @@ class SharedStatus:
         def decide(store: dist.Store) -> None:
             if store.add(self._key(point, "decided"), 1) == 1:
                 keys = {rank: self._key(point, rank) for rank in range(self.size)}
-                came = {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
+                values = {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
                 verdict = judge(
-                    {rank: RankReport.from_json(text) for rank, text in came.items()},
+                    {rank: RankReport.from_json(text) for rank, text in values.items()},
                     lambda rank: self._host(store, rank),
                     world_size=self.size,
                     limit_s=limit_s,

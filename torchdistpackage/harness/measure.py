@@ -153,7 +153,7 @@ def measure(request: Request, begin: Begin = lambda *_: None) -> BenchReport:
     hosts = tuple(cast(list[str], primitives.gather_objects(socket.gethostname())))
     rows: list[Row] = []
     for cell, plan in _cells(request, hosts):
-        times = [one for part in plan for one in _round(cell, part, request, begin)]
+        times = [seconds for part in plan for seconds in _round(cell, part, request, begin)]
         rows += rows_of(cell, times, {unit: link_of(unit, hosts) for unit, *_ in times})
     on_cuda = primitives.is_nccl(tpc.get_group("global"))
     speed = None
@@ -299,9 +299,9 @@ def _run(
         iterations=request.iterations,
         warmup=request.warmup,
     )
-    after = verify()  # all take part in it, also who has found something already
+    mismatch = verify()  # all take part in it, also who has found something already
     host_s = ours.host_s or [0.0] * request.iterations
-    return wrong or after, ours.seconds + bare.seconds + host_s
+    return wrong or mismatch, ours.seconds + bare.seconds + host_s
 
 
 AnyCall = Callable[[], object]

@@ -208,22 +208,22 @@ def missing_name(target: str, folders: Sequence[str]) -> str:
     way and what is no Python file may all hide the name, so they count as having it.
     """
     module, _, dotted = target.partition(":")
-    inner, wanted = Path(*module.split(".")), dotted.partition(".")[0]
+    inner, package = Path(*module.split(".")), dotted.partition(".")[0]
     paths = (Path(x) / y for x in folders for y in (inner / "__init__.py", f"{inner}.py"))
     file = next((path for path in paths if path.is_file()), None)
-    if file is None or not wanted:
+    if file is None or not package:
         return ""
     try:
         text = file.read_text()
         names = set(symtable.symtable(text, str(file), "exec").get_identifiers())
     except (OSError, SyntaxError, ValueError):  # what the import says of it is better
         return ""
-    if not names.isdisjoint({wanted, "__getattr__", "globals", "setattr", "exec"}) or (
+    if not names.isdisjoint({package, "__getattr__", "globals", "setattr", "exec"}) or (
         _STAR_IMPORT.search(text)
     ):
         return ""
-    near = difflib.get_close_matches(wanted, names, n=1)
-    return f"{wanted} in {file}" + (f"; did you mean {near[0]}?" if near else "")
+    near = difflib.get_close_matches(package, names, n=1)
+    return f"{package} in {file}" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def main_is_loading() -> bool:

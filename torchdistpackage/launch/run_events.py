@@ -96,8 +96,8 @@ def read_events(folder: Path) -> tuple[list[RunEvent], int]:
 
 
 def _event(row: Any) -> RunEvent:
-    rest = {k: v for k, v in row.items() if k not in ("event", "step", "at_s")}
-    event = RunEvent(str(row["event"]), int(row["step"]), float(row["at_s"]), rest)
+    fields = {k: v for k, v in row.items() if k not in ("event", "step", "at_s")}
+    event = RunEvent(str(row["event"]), int(row["step"]), float(row["at_s"]), fields)
     if event.step < 0 or not 0 <= event.at_s < _LAST_S:
         raise ValueError("no step, or no time")
     return event

@@ -274,8 +274,8 @@ def _in_blocks(
             f"groups; use a divisor of {size}, and with experts a multiple or a divisor of the "
             f"ranks that share them"
         )
-    place = own_block.index(rank)
-    return own_block, tuple(sorted(ranks[place] for ranks in blocks))
+    position = own_block.index(rank)
+    return own_block, tuple(sorted(ranks[position] for ranks in blocks))
 
 
 def _blocks_of(ranks: Iterable[int], dense: Mesh, num_data: int) -> list[tuple[int, ...]]:
@@ -380,12 +380,12 @@ def creations(
 
     The groups of the axes come first, and are the only ones without layouts.
     """
-    wanted = [Creation(tuple(range(topology.world_size)))]
+    planned = [Creation(tuple(range(topology.world_size)))]
     moe = topology.expert.axis_size("expert") > 1
     for mode in (*topology.dense.names, MODEL, *(("moe_dp", "moe_ep") if moe else ())):
         ranks = tuple(topology.group(rank, mode))
         axes = () if mode == MODEL else topology.named(mode)[1]
-        wanted.append(Creation(ranks, connects=mode != MODEL, neighbours=mode == PIPE, axes=axes))
+        planned.append(Creation(ranks, connects=mode != MODEL, neighbours=mode == PIPE, axes=axes))
     summed = {gradient_ranks(x, topology.view(x.view), rank) for x in sums}
     batch = tuple(topology.dense.group(rank, BATCH_AXES))
     if num_data is not None:
@@ -394,10 +394,10 @@ def creations(
     if summed:
         summed.add(batch)
     same = {replica_ranks(x, topology.view(x.view), rank) for x in copies}
-    wanted += (Creation(ranks, axes=("data",)) for ranks in sorted(summed))
-    wanted += (Creation(ranks) for ranks in sorted(same))
+    planned += (Creation(ranks, axes=("data",)) for ranks in sorted(summed))
+    planned += (Creation(ranks) for ranks in sorted(same))
     merged: dict[tuple[int, ...], Creation] = {}
-    for creation in wanted:
+    for creation in planned:
         previous = merged.get(creation.ranks, Creation(creation.ranks, connects=False))
         merged[creation.ranks] = Creation(
             creation.ranks,

@@ -123,13 +123,13 @@ class ShardPlace:
 
 def place_of(parameter: object) -> ShardPlace | None:
     """Return which shard a parameter is in, if one process holds all shards; else None."""
-    place = getattr(parameter, PLACE, None)
-    return place if isinstance(place, ShardPlace) else None
+    shard_place = getattr(parameter, PLACE, None)
+    return shard_place if isinstance(shard_place, ShardPlace) else None
 
 
-def note_place(parameter: object, place: ShardPlace) -> None:
+def note_place(parameter: object, shard_place: ShardPlace) -> None:
     """Note on `parameter` which shard of this process has it; copies drop the note."""
-    setattr(parameter, PLACE, place)
+    setattr(parameter, PLACE, shard_place)
 
 
 def mark_of(parameter: object) -> Mark | None:

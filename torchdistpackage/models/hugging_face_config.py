@@ -20,12 +20,12 @@ def config_json(shape: GPTShape, dtype: str, like: str | Path | None = None) -> 
         ConfigError: `like` has no readable config.json.
     """
     family = family_of(shape)
-    kept = {"bos_token_id": None, "eos_token_id": None}
+    settings = {"bos_token_id": None, "eos_token_id": None}
     if like is not None:
-        kept = read_config(like)
-        kept.pop("torch_dtype", None)
+        settings = read_config(like)
+        settings.pop("torch_dtype", None)
     of_shape = _gpt2(shape) if family == "gpt2" else _llama(shape)
-    return {**kept, **of_shape, "model_type": family, "dtype": dtype}
+    return {**settings, **of_shape, "model_type": family, "dtype": dtype}
 
 
 def _gpt2(shape: GPTShape) -> dict[str, Any]:

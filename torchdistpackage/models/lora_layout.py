@@ -232,11 +232,11 @@ def target_problems(
     if lora.is_all and len(lora.target) > 1:
         problems.append(f"{ALL_LINEAR} stands for all linear layers; leave the others out")
     for target in lora.target:
-        meant = [is_one for layer, is_one in layers.items() if names(target, layer)]
-        if target == ALL_LINEAR or any(meant):
+        matches = [is_one for layer, is_one in layers.items() if names(target, layer)]
+        if target == ALL_LINEAR or any(matches):
             continue
-        if meant or (is_tied and names(target, output)):
-            reason = "no linear layer" if meant else "its embedding"
+        if matches or (is_tied and names(target, output)):
+            reason = "no linear layer" if matches else "its embedding"
             problems.append(f"{target} of {family} is {reason}, and only linear layers are adapted")
         else:
             problems.append(f"{family} has no layer {target}")

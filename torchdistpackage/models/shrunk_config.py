@@ -366,14 +366,14 @@ def _kept_layers(config_dict: Mapping[str, Any], layers: int, of_each_kind: int)
     if any("hybrid" in kind for _, kind in seen):  # tied over all layers of that kind
         of_each_kind += 1
     chosen = sorted(i for indices in seen.values() for i in indices[:of_each_kind])[:_MOST_LAYERS]
-    wanted = 2 if kinds and not config_dict.get("n_recurrent_layers") else 4
+    num_layers = 2 if kinds and not config_dict.get("n_recurrent_layers") else 4
     more = [i for i in range(layers) if i not in chosen]
-    return sorted([*chosen, *more[: max(wanted - len(chosen), 0)]])
+    return sorted([*chosen, *more[: max(num_layers - len(chosen), 0)]])
 
 
-def _indices(value: Sequence[Any], kept: Sequence[int]) -> list[Any]:
+def _indices(value: Sequence[Any], layers: Sequence[int]) -> list[Any]:
     """Return the kept entries of a list of layer numbers, with their new numbers."""
-    new = {old: at for at, old in enumerate(kept)}
+    new = {old: at for at, old in enumerate(layers)}
     return [new.get(x, x) for x in value if not isinstance(x, int) or x in new]
 
 

@@ -161,9 +161,9 @@ class _CutRules:
         for name, layer in linears.items():
             outputs, inputs = sizes_of(layer)
             dealt = inputs if name == output else outputs
-            wanted = "rowwise" if name == output else "colwise"
+            cut = "rowwise" if name == output else "colwise"
             is_known = name in ("q_proj", "k_proj", "v_proj", output)
-            if dealt % splits[name].groups or (styles[name] or wanted) != wanted:
+            if dealt % splits[name].groups or (styles[name] or cut) != cut:
                 return False
             if (not is_known and not styles[name]) or (is_planned and not styles[name]):
                 return False

@@ -433,9 +433,9 @@ def _pools_elsewhere(model: Any, ids: Tensor, outputs: Tensor) -> str | None:
     model: whose forward returns those of all positions, `outputs` (B, S, K) for ids (B, S).
     """
     model.config.get_text_config().pad_token_id = _padding_id(model)
-    own = type(model).__mro__[1].forward(model, input_ids=ids, return_dict=True).logits
+    logits = type(model).__mro__[1].forward(model, input_ids=ids, return_dict=True).logits
     last = outputs[:, -_NUM_PADDING - 1]
-    if own.shape == last.shape and torch.allclose(own, last, rtol=_TOLERANCE, atol=1e-5):
+    if logits.shape == last.shape and torch.allclose(logits, last, rtol=_TOLERANCE, atol=1e-5):
         return None
     name = type(model).__name__
     return f"{name} does not score a text at its last token that is no padding, as decoders do"
@@ -477,8 +477,8 @@ def _looks_ahead(model: nn.Module, ids: Tensor) -> float:
     rows[at, at] = torch.where(others == row[0, at], ids.min() + ids.max() - others, others)
     output: Any = moved(input_ids=rows, return_dict=True)
     logits = output.logits
-    before = torch.arange(num)[None, :] < torch.arange(num)[:, None]
-    off = (logits - logits[:1]).abs().amax(-1)[before].max()
+    is_earlier = torch.arange(num)[None, :] < torch.arange(num)[:, None]
+    off = (logits - logits[:1]).abs().amax(-1)[is_earlier].max()
     return float(off / logits.abs().max().clamp(min=1e-6))
 
 

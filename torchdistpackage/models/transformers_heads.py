@@ -77,5 +77,5 @@ def config_with_head(settings: Mapping[str, Any], head: ModelHead) -> dict[str, 
             f"{head.num_outputs}; name the classes of the folder, or the language model that it "
             f"was made from"
         )
-    kept = {k: x for k, x in settings.items() if k not in ("num_labels", "problem_type")}
-    return {**kept, **head.settings()}
+    others = {k: x for k, x in settings.items() if k not in ("num_labels", "problem_type")}
+    return {**others, **head.settings()}

@@ -76,18 +76,18 @@ def read_packed(
     mesh: Mesh,
     index: int,
     device: torch.device,
-    read: Callable[[str, Layout, Tensor], object],
+    reader: Callable[[str, Layout, Tensor], object],
 ) -> None:
     """Read and pack the weights of a `TransformersStage` that are held in 4 bits, one by one.
 
-    read: puts the values of (local name, layout) at `index` of `mesh` into a tensor.
+    reader: puts the values of (local name, layout) at `index` of `mesh` into a tensor.
     """
     listed, lora = weights(stage.shape, None, stage.axis), stage.shape.lora
     for name, key in stage.to_pack.items():
         layer, weight = stage.get_submodule(name.removesuffix(".weight")), listed[key]
         shape = local_shape(weight.layout, mesh, index)
         unpacked_weight = torch.empty(shape, dtype=layer.weight.dtype, device=device)
-        read(name, weight.layout, unpacked_weight)
+        reader(name, weight.layout, unpacked_weight)
         rows = unpacked_weight if weight.inputs == 1 else unpacked_weight.t()
         pack_weight(layer, rows, lora.quant_type)
 

@@ -140,15 +140,15 @@ def settings_of(model: Any) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    own: dict[str, Any] = model.config.to_diff_dict()
+    settings: dict[str, Any] = model.config.to_diff_dict()
     if type(model.config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return own
+        return settings
     for family, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         if name == type(model).__name__ and family in CONFIG_MAPPING:
             sections = getattr(CONFIG_MAPPING[family], "sub_configs", {})
             if sections.get("text_config") is type(model.config):
-                return {"model_type": family, "text_config": own}
-    return own
+                return {"model_type": family, "text_config": settings}
+    return settings
 
 
 def _unbuildable(config: Any, kind: Any) -> str | None:
@@ -352,13 +352,13 @@ class ModuleDraws:
                 self._now = path, seed, self._drawn(path, is_deep=bool(block))
         value = self._now[2][name]
         if value.isnan().any():
-            kept = self._constructed.values.get(name)
-            if kept is None:
+            constructed = self._constructed.values.get(name)
+            if constructed is None:
                 raise ConfigError(
                     f"{self._family.class_name} gives {name} no initial value; name a folder with "
                     f"weights as model.hf"
                 )
-            value = kept
+            value = constructed
         return value
 
     def _drawn(self, path: str, is_deep: bool) -> dict[str, Tensor]:

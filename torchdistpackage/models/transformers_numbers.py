@@ -182,21 +182,27 @@ def _layers(
     rows = [path for path in behind if table.layers[path].kind == "row"]
     last, is_behind = behind[-1] if behind else "", False
     for path, cut in table.layers.items():
-        here = replace(place, forward=1) if is_behind else place
+        call_place = replace(place, forward=1) if is_behind else place
         is_behind |= path == last
         if cut.kind in ("column", "joined"):
             if cut.entrance not in shared:
-                yield from here.column(_width(cut, inputs=True), batch.products, input_grads[path])
+                yield from call_place.column(
+                    _width(cut, inputs=True), batch.products, input_grads[path]
+                )
             elif cut.entrance not in entered:
                 entered.add(cut.entrance)
-                yield from here.column(_width(cut, inputs=True), batch.stream, input_grads[path])
+                yield from call_place.column(
+                    _width(cut, inputs=True), batch.stream, input_grads[path]
+                )
         if cut.kind == "row":
             is_needed = again or path not in rows[-1:]
-            yield from here.row(
+            yield from call_place.row(
                 _width(cut, inputs=False), batch.products, is_needed, output_grads[path]
             )
         elif cut.kind == "joined":
-            yield from here.joined(_part(cut.weight, int(cut.transposed), batch), batch.products)
+            yield from call_place.joined(
+                _part(cut.weight, int(cut.transposed), batch), batch.products
+            )
 
 
 def _gradients(

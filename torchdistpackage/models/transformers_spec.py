@@ -104,10 +104,10 @@ class TransformersSpec:
             return self.shape.lora.adapter_config(
                 base, transformers_layout.weights(self.shape), self.shape.head
             )
-        kept = {key: value for key, value in self.shape.given.items() if key != "torch_dtype"}
+        settings = {key: value for key, value in self.shape.given.items() if key != "torch_dtype"}
         if self.shape.head is not None:
-            kept["architectures"] = [self.shape.class_name]
-        return {**kept, "dtype": dtype}
+            settings["architectures"] = [self.shape.class_name]
+        return {**settings, "dtype": dtype}
 
     def files(self) -> FolderFiles:
         return folder_of(self.shape).files() if self.shape.lora is None else ADAPTER_FILES

@@ -199,10 +199,10 @@ class BlockCalls:
         names = list(signature(block.forward).parameters)
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         tensors = {name: _tensors(value) for name, value in arguments.items()}
-        kept = {name: contained for name, contained in tensors.items() if contained}
+        origins = {name: contained for name, contained in tensors.items() if contained}
         first, *more = output if isinstance(output, tuple | list) else (output,)
         first = first if isinstance(first, Tensor) else None
-        self.calls.append(_BlockCall(index, kept, first, _tensors(more)))
+        self.calls.append(_BlockCall(index, origins, first, _tensors(more)))
 
     def name(self, index: int) -> str:
         """Return the path and the class of a block."""
@@ -227,12 +227,12 @@ def unstaged_because(model: nn.Module, path: str, calls: BlockCalls, ids: Tensor
             f"of its own once"
         )
     returned = dict[int, str]()
-    for before, call in zip(calls.calls, calls.calls[1:], strict=False):
+    for earlier, call in zip(calls.calls, calls.calls[1:], strict=False):
         name, (first, *more) = calls.name(call.index), call.given.items()
-        if before.output is None:
-            return f"{calls.name(before.index)} returns no activations, which stages hand on"
-        returned |= {id(x): calls.name(before.index) for x in before.more}
-        if not _is_same(first[1][0], before.output):
+        if earlier.output is None:
+            return f"{calls.name(earlier.index)} returns no activations, which stages hand on"
+        returned |= {id(x): calls.name(earlier.index) for x in earlier.more}
+        if not _is_same(first[1][0], earlier.output):
             return (
                 f"{name} is not given what the block before it returns, as {owner} computes "
                 f"something in between"
@@ -242,7 +242,7 @@ def unstaged_because(model: nn.Module, path: str, calls: BlockCalls, ids: Tensor
                 if not x.is_floating_point() and x.shape == ids.shape and torch.equal(x, ids):
                     return f"{name} is given the token ids ({key}), which the first stage alone has"
                 source = returned.get(id(x))
-                if source is None and x.requires_grad and not _is_same(x, before.output):
+                if source is None and x.requires_grad and not _is_same(x, earlier.output):
                     source = _made_of(x, model, path)
                 if source is None and (other := calls.made.get(x.untyped_storage().data_ptr())):
                     source = f"{other} ({type(model.get_submodule(other)).__name__})"

@@ -84,8 +84,8 @@ class FoundFolder:
         """Yield the parameters of these names, whole, as they are stored; a group that has several
         is converted once.
         """
-        wanted = {id(self.groups[x]): self.groups[x] for x in names if x in self.groups}
-        for group in wanted.values():
+        groups = {id(self.groups[x]): self.groups[x] for x in names if x in self.groups}
+        for group in groups.values():
             for name, value in group.convert(self.model, self._read).items():
                 if name in names:
                     yield name, value
@@ -416,8 +416,8 @@ class Stored:
 
         # what save_pretrained does with a model that was not loaded, see revert_weight_conversion
         mapping = get_model_conversion_mapping(self._model, add_legacy=False)
-        kept = [x for x in mapping if not isinstance(x, PrefixChange)]
-        back = [x.reverse_transform() for x in reversed(kept)]
+        changes = [x for x in mapping if not isinstance(x, PrefixChange)]
+        back = [x.reverse_transform() for x in reversed(changes)]
         converters = [x for x in back if isinstance(x, WeightConverter)]
         return [x for x in back if not isinstance(x, WeightConverter)], converters
 

@@ -285,17 +285,17 @@ class _Probe:
 
         seen: list[Mapping[str, Any]] = []
 
-        def probe(module: nn.Module, query: Tensor, *args: Any, **given: Any) -> Any:
-            seen.append(given)
+        def probe(module: nn.Module, query: Tensor, *args: Any, **options: Any) -> Any:
+            seen.append(options)
             return query.transpose(1, 2), None
 
         AttentionInterface.register(_PROBE, probe)
-        before = self.model.config._attn_implementation
+        implementation = self.model.config._attn_implementation
         self.model.config._attn_implementation = _PROBE
         try:
             self._logits(self.ids)
         finally:
-            self.model.config._attn_implementation = before
+            self.model.config._attn_implementation = implementation
             AttentionInterface._global_mapping.pop(_PROBE, None)
         if not seen:
             return "its attention is none of transformers' functions"

@@ -328,7 +328,7 @@ def _spoken_part(parameter: Tensor, layout: Layout, index: int) -> Tensor:
         return parameter
 
     def of(x: Tensor) -> Tensor:
-        parts = [x.narrow(dim, place.start, place.stop - place.start) for place in counted]
+        parts = [x.narrow(dim, span.start, span.stop - span.start) for span in counted]
         return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
 
     part = of(parameter.detach())

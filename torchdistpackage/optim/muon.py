@@ -165,7 +165,7 @@ class _Direction:
     @property
     def sizes(self) -> list[int]:
         """The number of elements on each rank of the group."""
-        return [math.prod((*self.stack, *place.shape)) for place in self.places()]
+        return [math.prod((*self.stack, *span.shape)) for span in self.places()]
 
     @property
     def cost(self) -> int:
@@ -178,19 +178,19 @@ class _Direction:
         """Return the whole matrices from the flat parts of all ranks."""
         assert self.sharing.layout is not None
         full = self.values.new_zeros((*self.stack, *self.sharing.layout.shape))
-        for flat, place in zip(parts, self.places(), strict=True):
-            part = flat.view(*self.stack, *place.shape)
-            for region, local in place.boxes:
+        for flat, span in zip(parts, self.places(), strict=True):
+            part = flat.view(*self.stack, *span.shape)
+            for region, local in span.boxes:
                 full[..., *region] = part[..., *local]
         return full
 
     def divided(self, full: Tensor) -> list[Tensor]:
         """Return the flat part of each rank."""
         parts: list[Tensor] = []
-        for place in self.places():
+        for span in self.places():
             # elements that pad a part, and stand for none of the whole, stay zero
-            part = full.new_zeros((*self.stack, *place.shape))
-            for region, local in place.boxes:
+            part = full.new_zeros((*self.stack, *span.shape))
+            for region, local in span.boxes:
                 part[..., *local] = full[..., *region]
             parts.append(part.reshape(-1))
         return parts
@@ -288,8 +288,8 @@ def _orthogonalize_split(directions: Sequence[_Direction]) -> None:
     group, values = directions[0].sharing.group, directions[0].values
     assert group is not None
     owned = greedy_partition([x.cost for x in directions], group.size())
-    own = [directions[i] for i in owned[group.rank()]]
-    own_sizes = list(zip(*(x.sizes for x in own), strict=True)) or [()] * group.size()
+    own_directions = [directions[i] for i in owned[group.rank()]]
+    own_sizes = list(zip(*(x.sizes for x in own_directions), strict=True)) or [()] * group.size()
     sent = [sum(directions[i].values.numel() for i in some) for some in owned]
     received = [sum(sizes) for sizes in own_sizes]
     ordered = [directions[i] for some in owned for i in some]
@@ -299,7 +299,7 @@ def _orthogonalize_split(directions: Sequence[_Direction]) -> None:
         flat.split(sizes) for flat, sizes in zip(arrived.split(received), own_sizes, strict=True)
     ]
     answers: list[list[Tensor]] = [[] for _ in range(group.size())]
-    for i, direction in enumerate(own):
+    for i, direction in enumerate(own_directions):
         full = _by_parts(direction.joined([flat[i] for flat in by_rank]), direction.sharing.layout)
         for answer, part in zip(answers, direction.divided(full), strict=True):
             answer.append(part)

@@ -24,7 +24,7 @@ class DeferredGrad:
 
     The result may still have to be reduced over dims in which the argument was expanded.
 
-    formula: called with what was `kept`, that gradient, and `options`. factor: of what it returns.
+    formula: called with what was `saved`, that gradient, and `options`. factor: of what it returns.
     result: the number of that result among those of the node.
     """
 
@@ -33,12 +33,12 @@ class DeferredGrad:
     def __init__(
         self,
         formula: Formula,
-        *kept: Tensor,
+        *saved: Tensor,
         options: Sequence[Any] = (),
         factor: float = 1,
         result: int = 0,
     ):
-        self.formula, self.kept, self.options = formula, kept, options
+        self.formula, self.kept, self.options = formula, saved, options
         self.factor, self.result = factor, result
 
     def __call__(self, grad: Tensor) -> Tensor:

@@ -101,13 +101,13 @@ def _file_hash(path: Path) -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that compute, of those that are there."""
-    found = {"python": platform.python_version()}
+    versions_of = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            versions_of[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions_of
 
 
 def read_certificate(path: Path) -> Certificate:
@@ -155,11 +155,11 @@ def unproved(config: RunConfig, planned: RunConfig, file: str) -> list[Problem]:
         for name, number in now.items()
         if proof.versions.get(name) != number
     ]
-    own = _several(planned)
-    if own and not any(set(layout) == own for layout in proof.layouts):
-        there = "; ".join(" and ".join(sorted(x)) for x in proof.layouts) or "none"
+    own_layout = _several(planned)
+    if own_layout and not any(set(layout) == own_layout for layout in proof.layouts):
+        proved = "; ".join(" and ".join(sorted(x)) for x in proof.layouts) or "none"
         reasons.append(
-            f"it proves layouts with {there}, and the run has {' and '.join(sorted(own))}"
+            f"it proves layouts with {proved}, and the run has {' and '.join(sorted(own_layout))}"
         )
     return [_problem(f"the run is not proved by {path}: {x}; {command}") for x in reasons]
 

@@ -249,7 +249,9 @@ def _matmul_rate(device: Accelerator) -> float:
 def _line_value(fabric: Fabric, link: str, model: LinkModel) -> LinkModel:
     """Return the measured line of all-reduces over a link, else another measured one, else the
     link of the device."""
-    lines = {name: line for (name, where), line in fabric.measured.items() if where == link}
+    lines = {
+        name: link_model for (name, where), link_model in fabric.measured.items() if where == link
+    }
     return lines.get("all_reduce") or next(iter(lines.values()), model)
 
 
@@ -272,12 +274,13 @@ def _with_call(x: StepPrediction, factor: float) -> StepPrediction:
 
 
 def _with_link(x: StepPrediction, link: str, latency: float, speed: float) -> StepPrediction:
-    def scaled(line: LinkModel) -> LinkModel:
-        return LinkModel(line.latency_s * latency, line.bytes_per_s * speed)
+    def scaled(link_model: LinkModel) -> LinkModel:
+        return LinkModel(link_model.latency_s * latency, link_model.bytes_per_s * speed)
 
     fabric = x.fabric
     measured: Mapping[tuple[str, str], LinkModel] = {
-        key: scaled(line) if key[1] == link else line for key, line in fabric.measured.items()
+        key: scaled(link_model) if key[1] == link else link_model
+        for key, link_model in fabric.measured.items()
     }
     node = scaled(fabric.node) if link == "node" else fabric.node
     network = scaled(fabric.network) if link == "network" else fabric.network

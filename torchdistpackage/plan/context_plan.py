@@ -37,8 +37,8 @@ def context_text(plan: Plan, ranks_per_node: int | None) -> str | None:
             lines.append(f"  {way:<16} heads cannot be shared")
         else:
             sent = traffic(batch, size, way, a2a_size=ranks)
-            one, back = (size_text(per_step * x) for x in (sent.forward, sent.backward))
-            lines.append(f"  {way:<16} {one} + {back}")
+            forward, back = (size_text(per_step * x) for x in (sent.forward, sent.backward))
+            lines.append(f"  {way:<16} {forward} + {back}")
     if ranks_per_node is not None:
         across = next(
             x for x in crossings(plan.topology.dense, ranks_per_node) if x.axis == "context"

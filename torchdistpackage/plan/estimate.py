@@ -85,8 +85,8 @@ def timeline_with_messages(
     if link is None or uncounted(plan) is not None:
         return None
     message = next(_volume(x) for x in busiest(plan)[1] if x.operation == "send")
-    line = message.line(profile, "pipe", link)
-    if line is None or (time_s := line.time_s(message.bus_bytes)) is None:
+    link_model = message.line(profile, "pipe", link)
+    if link_model is None or (time_s := link_model.time_s(message.bus_bytes)) is None:
         return None
     costs = plan.pipeline.costs
     unit_s = forward_s * len(costs.forward) / (sum(costs.forward) or 1.0)
@@ -124,21 +124,21 @@ def _of_calls(
 ) -> tuple[str, float | None]:
     """Return (what is called, seconds of all calls), or why that is unknown and None."""
     calls = f"{traffic.operation} of {size_text(traffic.num_bytes)} {_LINKS[link]}"
-    line = traffic.line(profile, axis, link)
-    if line is None:
+    link_model = traffic.line(profile, axis, link)
+    if link_model is None:
         return f"the profile has no {traffic.operation} {_LINKS[link]}", None
-    once_s = line.time_s(traffic.bus_bytes)
+    once_s = link_model.time_s(traffic.bus_bytes)
     if once_s is None:
         why = (
-            f"{calls}: the profile ends at {size_text(line.largest_bytes)}, up to which the size "
-            f"made no difference; measure larger ones"
+            f"{calls}: the profile ends at {size_text(link_model.largest_bytes)}, up to which "
+            f"the size made no difference; measure larger ones"
         )
         return why, None
     description = f"{traffic.number} x {calls}: {traffic.note}"
-    if traffic.bus_bytes > line.largest_bytes:
+    if traffic.bus_bytes > link_model.largest_bytes:
         description += (
             f" (extrapolated: {size_text(traffic.bus_bytes)} on the bus, measured up to "
-            f"{size_text(line.largest_bytes)})"
+            f"{size_text(link_model.largest_bytes)})"
         )
     return description, traffic.number * once_s
 

@@ -132,19 +132,19 @@ class _LayoutSearch:
 
     def result(self) -> SearchResult:
         self._prepare()
-        found: list[RankedLayout] = []
+        layouts: list[RankedLayout] = []
         simplest: RankedLayout | None = None
         queue = _BoundQueue()
         num_valid = self._start(queue)
         placed: set[LayoutChoice] = set()
         while queue:
-            bound, level, choice, known = queue.pop()
+            bound, level, choice, payload = queue.pop()
             if level >= 2 and replace(choice, order=()) in placed:
                 continue  # found already in a faster order of ranks
-            if len(found) == self.number:
+            if len(layouts) == self.number:
                 # only a simpler layout is of interest, and only within the error
-                simplest = simplest or self._simplest(found)
-                if bound > found[0].time.step.total * (1 + self.error):
+                simplest = simplest or self._simplest(layouts)
+                if bound > layouts[0].time.step.total * (1 + self.error):
                     break
                 if choice.complexity >= simplest.choice.complexity:
                     continue
@@ -155,8 +155,8 @@ class _LayoutSearch:
                 for each, layout, seconds in self._with_shards(choice):
                     queue.push(max(bound, seconds * _ROUNDING), 2, each, layout)
             elif level == 2:
-                assert isinstance(known, StepLayout)
-                seconds = self._ordered(choice, known)
+                assert isinstance(payload, StepLayout)
+                seconds = self._ordered(choice, payload)
                 if seconds is not None:
                     queue.push(max(bound, seconds * _ROUNDING), 3, choice)
             elif level == 3:
@@ -164,19 +164,19 @@ class _LayoutSearch:
                 if ranked is not None:
                     queue.push(ranked.time.step.total, 4, choice, ranked)
             else:
-                assert isinstance(known, RankedLayout)
+                assert isinstance(payload, RankedLayout)
                 placed.add(replace(choice, order=()))
-                if len(found) < self.number:
-                    found.append(known)
+                if len(layouts) < self.number:
+                    layouts.append(payload)
                 else:
-                    simplest = known
+                    simplest = payload
         return SearchResult(
-            tuple(found),
+            tuple(layouts),
             self.limit,
             self.least,
             num_valid,
             self.refusal,
-            simplest or (self._simplest(found) if found else None),
+            simplest or (self._simplest(layouts) if layouts else None),
         )
 
     def _simplest(self, ranked: Sequence[RankedLayout]) -> RankedLayout:
@@ -364,11 +364,11 @@ class _BoundQueue:
     def __bool__(self) -> bool:
         return bool(self._heap)
 
-    def push(self, bound: float, level: int, choice: LayoutChoice, known: object = None) -> None:
+    def push(self, bound: float, level: int, choice: LayoutChoice, payload: object = None) -> None:
         # of equal ones the file's order of ranks is first
-        entry = bound, bool(choice.order), next(self._ties), level, choice, known
+        entry = bound, bool(choice.order), next(self._ties), level, choice, payload
         heapq.heappush(self._heap, entry)
 
     def pop(self) -> tuple[float, int, LayoutChoice, object]:
-        bound, _, _, level, choice, known = heapq.heappop(self._heap)
-        return bound, level, choice, known
+        bound, _, _, level, choice, payload = heapq.heappop(self._heap)
+        return bound, level, choice, payload

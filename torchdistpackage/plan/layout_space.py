@@ -133,8 +133,8 @@ def degrees(run: RunConfig, world_size: int) -> Iterator[LayoutChoice]:
                     continue
                 choice = LayoutChoice(tensor, pipe, context)
                 # one micro-batch in an order of one stage a rank asks for the least
-                left = {"parallel.expert", "parallel.sequence_parallel", "parallel.zero"}
-                if breaks_rules(choice.of(run, world_size), world_size, left):
+                unset = {"parallel.expert", "parallel.sequence_parallel", "parallel.zero"}
+                if breaks_rules(choice.of(run, world_size), world_size, unset):
                     continue
                 most = 1 if run.model.moe.num_experts is None else run.model.moe.num_experts
                 for expert in divisors(data, most):
@@ -183,10 +183,12 @@ def orders(
         "context": choice.context,
         "tensor": choice.tensor,
     }
-    own = run.parallel.order
-    tried = [own]
-    if set(own) == set(sizes) and world_size > node_size:
-        tried += [(*outer, "tensor") for outer in permutations(x for x in own if x != "tensor")]
+    first_order = run.parallel.order
+    tried = [first_order]
+    if set(first_order) == set(sizes) and world_size > node_size:
+        tried += [
+            (*outer, "tensor") for outer in permutations(x for x in first_order if x != "tensor")
+        ]
     seen: set[tuple[int, ...]] = set()
     for order in tried:
         stride, inside = 1, dict[str, int]()
@@ -198,7 +200,7 @@ def orders(
         key = tuple(inside.get(axis, 1) for axis in sizes)
         if key not in seen:
             seen.add(key)
-            yield choice if order is own else replace(choice, order=order)
+            yield choice if order is first_order else replace(choice, order=order)
 
 
 def variants(choice: LayoutChoice) -> Iterator[LayoutChoice]:

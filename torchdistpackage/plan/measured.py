@@ -122,8 +122,8 @@ def _links(profile: Profile) -> dict[tuple[str, str], LinkModel]:
     models: dict[tuple[str, str], LinkModel] = {}
     for operation in _OPERATIONS:
         for link in (NODE, NETWORK):
-            line = profile.line("data", link, operation, "float32", 2)
-            if line is not None:
-                speed = line.fit.bytes_per_s or inf
-                models[operation, link] = LinkModel(line.fit.latency_s, speed)
+            link_model = profile.line("data", link, operation, "float32", 2)
+            if link_model is not None:
+                speed = link_model.fit.bytes_per_s or inf
+                models[operation, link] = LinkModel(link_model.fit.latency_s, speed)
     return models

@@ -55,13 +55,18 @@ class _StateBytes(NamedTuple):
     def of(cls, estimate: MemoryEstimate) -> "_StateBytes":
         return cls(estimate.weights_bytes, estimate.gradients_bytes, estimate.optimizer_bytes)
 
-    def least(self, zero: int, several: bool, sharers: float, rest: "_ThirdStage") -> float:
+    def least(self, zero: int, several: bool, sharers: float, third_stage: "_ThirdStage") -> float:
         """Return the bytes that a rank has at least at a stage of ZeRO, with the buckets of
         gathered weights. The file's choice of number formats may add copies. several: whether
         gradients of several micro-batches add up."""
         adds_up = zero < 2 or several
         return (
-            self.weights * (1 if zero < 3 else rest.gathered * (sharers > 1) + rest.parts / sharers)
+            self.weights
+            * (
+                1
+                if zero < 3
+                else third_stage.gathered * (sharers > 1) + third_stage.parts / sharers
+            )
             + self.gradients * (adds_up + (zero >= 2) / sharers)
             + self.optimizer / (sharers if zero else 1)
         )
@@ -102,7 +107,7 @@ class _Held(NamedTuple):
             if name.endswith(HALVES):
                 block, _, half = name.rpartition(".")
                 halves.setdefault(block, []).append(half)
-        alone = [held[0] for held in halves.values() if len(held) == 1]
+        alone = [block_halves[0] for block_halves in halves.values() if len(block_halves) == 1]
         attentions = alone.count(ATTENTION)
         number = len(halves) - len(alone)
         return cls(number, attentions, len(alone) - attentions, names.count(HEAD))
@@ -118,17 +123,17 @@ class _PieceBytes(NamedTuple):
     mlp: LeastBytes
     head: LeastBytes
 
-    def of(self, held: _Held) -> LeastBytes:
+    def of(self, pieces: _Held) -> LeastBytes:
         """Return what a stage takes."""
-        besides = self.block.besides if held.blocks else 0.0
+        besides = self.block.besides if pieces.blocks else 0.0
         # what is behind a block has gone when its backward runs
-        if held.attentions:
+        if pieces.attentions:
             besides = max(self.attention.besides, besides - self.attention.kept)
-        if held.heads:
+        if pieces.heads:
             besides = max(self.head.besides, besides - self.head.kept)
         return LeastBytes(
-            sum(n * x.kept for n, x in zip(held, self, strict=True)),
-            sum(n * x.deferred for n, x in zip(held, self, strict=True)),
+            sum(n * x.kept for n, x in zip(pieces, self, strict=True)),
+            sum(n * x.deferred for n, x in zip(pieces, self, strict=True)),
             besides,
         )
 
@@ -205,12 +210,12 @@ class MemoryBounds:
         ZeRO: those of a mean pipe rank with one micro-batch."""
         key = choice.tensor, choice.pipe, choice.expert, choice.microbatches > 1
         if key not in self._least_state:
-            whole, _ = self._whole_state(choice)
+            state_bytes, _ = self._whole_state(choice)
             stages = zero_stages(self.run, self.world_size, choice)
-            self._least_state[key] = self._state(choice, stages, whole)
+            self._least_state[key] = self._state(choice, stages, state_bytes)
         state = self._least_state[key]
-        kept = self._least_kept_of_model(choice, self.micro_batch(choice))
-        return (state + kept) / choice.pipe + self._communicators(choice)
+        activation_bytes = self._least_kept_of_model(choice, self.micro_batch(choice))
+        return (state + activation_bytes) / choice.pipe + self._communicators(choice)
 
     def _least_states(self, choice: LayoutChoice, stages: tuple[int, ...]) -> list[float]:
         """Return the bytes of state that each pipe rank has at least with any of these stages of
@@ -284,8 +289,8 @@ class MemoryBounds:
         if key not in self._groups:
             axes = choice.of(self.run, self.world_size).parallel.axes()
             world = topology(axes, self.world_size, expert=choice.expert)
-            made = communicators(creations(world, 0), 0, world, "auto")
-            self._groups[key] = made.device_bytes
+            created = communicators(creations(world, 0), 0, world, "auto")
+            self._groups[key] = created.device_bytes
         return self._groups[key]
 
     def _least_kept_of_model(self, choice: LayoutChoice, micro: int) -> float:
@@ -296,13 +301,13 @@ class MemoryBounds:
         key = choice.tensor, choice.sequence_parallel, choice.recompute
         if key not in self._affine:
             tried = [(1, 1), (1, 2), (2, 1)]
-            one, two, half = (
+            one_layer, two, half = (
                 self._least_bytes(replace(choice, context=context, expert=1), number)
                 for context, number in tried
             )
             self._affine[key] = [
                 (2 * c.kept - a.kept, b.kept - a.kept, 2 * a.kept - b.kept - 2 * c.kept + a.kept)
-                for a, b, c in zip(one, two, half, strict=True)
+                for a, b, c in zip(one_layer, two, half, strict=True)
             ]
         block, *_, head = (
             max(constant + (of_token * micro + of_position) / choice.context, 0.0)
@@ -363,18 +368,18 @@ class MemoryBounds:
                 kinds[rank].update(self._kinds[i] for i in pieces)
                 stages[rank].append(stage)
             names = self.units.names
-            held = [_Held.of([names[i] for i in pieces]) for pieces in cut]
+            stage_pieces = [_Held.of([names[i] for i in pieces]) for pieces in cut]
             loads = rank_loads(blocks, placement)
             last = len(cut) - 1
             ranks = [
                 _RankPieces(
-                    tuple(held[s] for s in own),
-                    sum((s < last) + (s > 0) for s in own),
-                    (0 in own) + (last in own),
+                    tuple(stage_pieces[s] for s in stages_of_rank),
+                    sum((s < last) + (s > 0) for s in stages_of_rank),
+                    (0 in stages_of_rank) + (last in stages_of_rank),
                 )
-                for own in stages
+                for stages_of_rank in stages
             ]
-            self._cuts[key] = PlacedCut(blocks, loads, held, kinds, ranks)
+            self._cuts[key] = PlacedCut(blocks, loads, stage_pieces, kinds, ranks)
         return self._cuts[key]
 
     def _whole_state(self, choice: LayoutChoice) -> tuple[_StateParts, list[_StateParts]]:
@@ -420,15 +425,16 @@ class MemoryBounds:
         kinds: dict[object, int] = {}
         layouts: list[tuple[list[Layout], ...]] = []
         is_tied = self.sizes.tied
-        for held in of_piece.values():
+        for piece_bytes in of_piece.values():
             key = tuple(
-                (replace(x, name=""), base.is_trained(x.name), x.name in base.packed) for x in held
+                (replace(x, name=""), base.is_trained(x.name), x.name in base.packed)
+                for x in piece_bytes
             )
             if key not in kinds:
                 kinds[key] = len(layouts)
-                tied = [x for x in held if is_tied and x.is_table]
-                of_experts = [x for x in held if "expert" in x.split_axes]
-                dense = [x for x in held if x not in tied and x not in of_experts]
+                tied = [x for x in piece_bytes if is_tied and x.is_table]
+                of_experts = [x for x in piece_bytes if "expert" in x.split_axes]
+                dense = [x for x in piece_bytes if x not in tied and x not in of_experts]
                 layouts.append((dense, of_experts, tied))
             self._kinds.append(kinds[key])
         return layouts

@@ -88,8 +88,8 @@ def rank_peak(
     if train.recompute != "auto" or train.memory_gb is None:
         return peak
     fewest = peak_memory(recomputing(plan), rank, on_gpu=on_gpu, flat=flat)
-    left = train.memory_gb * 1e9 - flat[0].state_bytes - peak.communicators - peak.loss
-    activations = min(peak.activations, max(left, fewest.activations))
+    free_bytes = train.memory_gb * 1e9 - flat[0].state_bytes - peak.communicators - peak.loss
+    activations = min(peak.activations, max(free_bytes, fewest.activations))
     return replace(peak, activations=activations, is_exact=False)
 
 
@@ -99,24 +99,24 @@ def memory_limit(plan: Plan, device: str | None = None) -> float | None:
     """
     if (limit_gb := plan.config.train.memory_gb) is not None:
         return limit_gb * 1e9
-    found = device_of(plan.config, device)
-    if found is None or found.is_host:
+    accelerator = device_of(plan.config, device)
+    if accelerator is None or accelerator.is_host:
         return None
-    return found.memory_bytes * memory_fraction(plan.ranks_per_gpu)
+    return accelerator.memory_bytes * memory_fraction(plan.ranks_per_gpu)
 
 
-def fit_text(plan: Plan, found: RankPeak, limit: float, recomputed: Plan | None = None) -> str:
+def fit_text(plan: Plan, predicted: RankPeak, limit: float, recomputed: Plan | None = None) -> str:
     """Return whether a rank fits, and how much recomputation would need if it does not.
 
     recomputed: the plan with blocks computed again, traced; None: as their layers state it.
     """
-    need = found.peak.total
-    sizes = f"{size_text(need)} of {size_text(limit)} on rank {found.rank}"
+    need = predicted.peak.total
+    sizes = f"{size_text(need)} of {size_text(limit)} on rank {predicted.rank}"
     if need <= limit:
         return f"fits: {sizes}"
     if plan.config.train.recompute != "none" or (plan.traced and recomputed is None):
         return f"does not fit: needs {sizes}"
-    fewer = peak_memory(recomputed or recomputing(plan), found.rank).total
+    fewer = peak_memory(recomputed or recomputing(plan), predicted.rank).total
     return f"does not fit: needs {sizes}; train.recompute: blocks would need {size_text(fewer)}"
 
 
@@ -127,7 +127,7 @@ def recomputing(plan: Plan) -> Plan:
     return replace(plan, config=config.model_copy(update={"train": train}))
 
 
-def longest_seq_len(plan: Plan, found: RankPeak, limit: float) -> int | None:
+def longest_seq_len(plan: Plan, predicted: RankPeak, limit: float) -> int | None:
     """Return the most tokens of a sequence with which the rank fits, all else as it is; None where
     one step of the split does not fit.
     """
@@ -135,27 +135,27 @@ def longest_seq_len(plan: Plan, found: RankPeak, limit: float) -> int | None:
     step = lcm(2 * size("context"), size("tensor"))
     step *= max(plan.config.data.seq_len // (64 * step), 1)
 
-    flat = flat_memory(plan, found.rank)
+    flat = flat_memory(plan, predicted.rank)
 
     def needs(number: int) -> float:
         longer = _with_seq_len(plan, number * step)
-        return rank_peak(longer, found.rank, flat=flat).total
+        return rank_peak(longer, predicted.rank, flat=flat).total
 
     return _most(needs, limit, step)
 
 
-def largest_micro_batch(plan: Plan, found: RankPeak, limit: float) -> int | None:
+def largest_micro_batch(plan: Plan, predicted: RankPeak, limit: float) -> int | None:
     """Return the most sequences of a micro-batch with which the rank fits, their number as it is;
     None where one does not fit.
     """
     batch = plan.config.data.global_batch // plan.samples_per_microbatch
 
-    flat = flat_memory(plan, found.rank)
+    flat = flat_memory(plan, predicted.rank)
 
     def needs(number: int) -> float:
         data = plan.config.data.model_copy(update={"global_batch": number * batch})
         changed = replace(plan, config=plan.config.model_copy(update={"data": data}))
-        return rank_peak(changed, found.rank, flat=flat).total
+        return rank_peak(changed, predicted.rank, flat=flat).total
 
     return _most(needs, limit, 1)
 

@@ -115,10 +115,10 @@ def best_order(
         )
     links, start = NodeLinks.of(plan, ranks_per_node), [paths[node] for node in nodes]
     best, is_exact = links.all_tried(start, links.descended(links.sorted(start)))
-    left: dict[Path, list[str]] = defaultdict(list)
+    nodes_of_path: dict[Path, list[str]] = defaultdict(list)
     for node in nodes:
-        left[paths[node]].append(node)
-    order = tuple(left[path].pop(0) for path in best)
+        nodes_of_path[paths[node]].append(node)
+    order = tuple(nodes_of_path[path].pop(0) for path in best)
     return NodeOrder(order, links.cost(best), links.cost(start), is_exact)
 
 
@@ -179,16 +179,16 @@ class NodeLinks:
                         near[a][b] += num_bytes
                         near[b][a] += num_bytes
         mesh = plan.topology.dense
-        coords = [mesh.coord(place * ranks_per_node) for place in range(number)]
+        coords = [mesh.coord(index * ranks_per_node) for index in range(number)]
         return cls(tuple(near), tuple(coords))
 
     def cost(self, paths: Sequence[Path]) -> float:
         """Return the bytes between places, each as often as levels of switches lie between."""
         return sum(
-            weight * _levels_between(paths[place], paths[other])
-            for place, others in enumerate(self.near)
+            weight * _levels_between(paths[position], paths[other])
+            for position, others in enumerate(self.near)
             for other, weight in others.items()
-            if other > place
+            if other > position
         )
 
     def sorted(self, start: Sequence[Path]) -> list[Path]:
@@ -204,13 +204,13 @@ class NodeLinks:
         names = [x for x in self.coords[0] if any(y[x] for y in self.coords)]
         for axes in itertools.permutations(names):
             places = sorted(
-                range(len(start)), key=lambda place: [self.coords[place][x] for x in axes]
+                range(len(start)), key=lambda position: [self.coords[position][x] for x in axes]
             )
             for order in (switches, large_first):
                 labels = [path for path in order for _ in range(numbers[path])]
                 paths: list[Path] = [()] * len(start)
-                for place, path in zip(places, labels, strict=True):
-                    paths[place] = path
+                for position, path in zip(places, labels, strict=True):
+                    paths[position] = path
                 if (cost := self.cost(paths)) < least:
                     best, least = paths, cost
         return best
@@ -227,9 +227,9 @@ class NodeLinks:
                 room -= 1
                 if room < 0:
                     return paths
-                before = self._around(paths, a, b)
+                cost_before = self._around(paths, a, b)
                 paths[a], paths[b] = paths[b], paths[a]
-                if self._around(paths, a, b) < before * (1 - 1e-12):
+                if self._around(paths, a, b) < cost_before * (1 - 1e-12):
                     improved = True
                 else:
                     paths[a], paths[b] = paths[b], paths[a]
@@ -239,9 +239,9 @@ class NodeLinks:
         """Return what the pairs of two places cost; their own pair counts twice, which no exchange
         changes."""
         return sum(
-            weight * _levels_between(paths[place], paths[other])
-            for place in (a, b)
-            for other, weight in self.near[place].items()
+            weight * _levels_between(paths[position], paths[other])
+            for position in (a, b)
+            for other, weight in self.near[position].items()
         )
 
     def all_tried(self, order: Sequence[Path], start: list[Path]) -> tuple[list[Path], bool]:
@@ -252,36 +252,36 @@ class NodeLinks:
         least = min(first, second)
         if least == 0 or len(order) > MAX_PLACES:
             return best, least == 0
-        left, paths, room = Counter(order), list(order), MAX_TRIED
-        kinds = sorted(left, key=lambda path: path[::-1])
+        remaining, paths, room = Counter(order), list(order), MAX_TRIED
+        kinds = sorted(remaining, key=lambda path: path[::-1])
 
-        def label(place: int, cost: float) -> None:
+        def label(position: int, cost: float) -> None:
             nonlocal best, least, room
-            if place == len(order):
+            if position == len(order):
                 best, least = list(paths), cost
                 return
             fresh: set[tuple[int, Path]] = set()
             for path in kinds:
                 room -= 1
-                if not left[path] or room < 0:
+                if not remaining[path] or room < 0:
                     continue
                 # of two switches side by side that nothing is below yet one stands for both
-                kind = left[path], path[1:]
-                if path not in paths[:place]:
+                kind = remaining[path], path[1:]
+                if path not in paths[:position]:
                     if kind in fresh:
                         continue
                     fresh.add(kind)
                 more = cost + sum(
                     weight * _levels_between(path, paths[other])
-                    for other, weight in self.near[place].items()
-                    if other < place
+                    for other, weight in self.near[position].items()
+                    if other < position
                 )
                 if more >= least * (1 - 1e-12):
                     continue
-                paths[place] = path
-                left[path] -= 1
-                label(place + 1, more)
-                left[path] += 1
+                paths[position] = path
+                remaining[path] -= 1
+                label(position + 1, more)
+                remaining[path] += 1
 
         label(0, 0.0)
         return best, room >= 0

@@ -58,14 +58,16 @@ def _interleaved(m: int, pipe: int, chunks: int, rank: int, deferred: int) -> tu
     """Return what a rank of an interleaved order holds after its warm-up and some backwards of its
     last stage, whose weights have no gradients yet."""
     forwards = min(2 * (pipe - rank - 1) + (chunks - 1) * pipe + 1 + deferred, m * chunks)
-    groups, rest = divmod(forwards, pipe * chunks)
-    kept = [pipe * groups + min(max(rest - pipe * chunk, 0), pipe) for chunk in range(chunks)]
-    kept[-1] -= deferred
-    return (*kept, *(0,) * (chunks - 1), deferred)
+    groups, remainder = divmod(forwards, pipe * chunks)
+    num_forwards = [
+        pipe * groups + min(max(remainder - pipe * chunk, 0), pipe) for chunk in range(chunks)
+    ]
+    num_forwards[-1] -= deferred
+    return (*num_forwards, *(0,) * (chunks - 1), deferred)
 
 
 @lru_cache(maxsize=64)
 def ordered(schedule: str, pipe: int, microbatches: int, chunks: int) -> Ordered:
     """Return the placement of a schedule, and its order as numbers of a graph of tasks."""
-    made = computations(schedule, pipe, microbatches, chunks)
-    return Ordered(made.placement, TaskGraph(made.placement, microbatches).order(made))
+    actions = computations(schedule, pipe, microbatches, chunks)
+    return Ordered(actions.placement, TaskGraph(actions.placement, microbatches).order(actions))

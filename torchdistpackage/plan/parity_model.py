@@ -40,19 +40,19 @@ def model_plan(argument: str, overrides: Sequence[str], scratch: Path) -> tuple[
     """
     text = f"model: {{hf: {json.dumps(str(Path(argument)))}}}\n"
     text += f"data: {{seq_len: {SEQ_LEN}}}\nlaunch: {{local: {{procs: null}}}}\n"
-    if any(one.startswith("parallel.") for one in overrides):
+    if any(override.startswith("parallel.") for override in overrides):
         return _small_plan(loads(text, overrides=overrides), scratch), []
-    kept, notes = list[str](), list[str]()
+    overrides_kept, notes = list[str](), list[str]()
     for axis in _AXES:
         try:
-            _small_plan(loads(text, overrides=[*overrides, *kept, axis]), scratch)
+            _small_plan(loads(text, overrides=[*overrides, *overrides_kept, axis]), scratch)
         except ConfigError as error:
             notes.append(f"left out {axis}: {_reason(error)}")
         else:
-            kept.append(axis)
-    if not kept:
+            overrides_kept.append(axis)
+    if not overrides_kept:
         raise ConfigError("; ".join(notes))
-    return _small_plan(loads(text, overrides=[*overrides, *kept]), scratch), notes
+    return _small_plan(loads(text, overrides=[*overrides, *overrides_kept]), scratch), notes
 
 
 def _small_plan(config: RunConfig, scratch: Path) -> Plan:

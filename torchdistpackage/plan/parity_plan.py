@@ -73,9 +73,9 @@ def parity_run(plan: Plan, layouts: str = "all") -> ParityRun:
     """
     chosen = _chosen(plan, layouts)
     small = _small(plan, chosen)
-    one = _laid_out(small, {})
+    one_process = _laid_out(small, {})
     runs = [(x, _laid_out(small, x)) for x in chosen]
-    return ParityRun(one, runs, _features(one, plan.config.train.compile))
+    return ParityRun(one_process, runs, _features(one_process, plan.config.train.compile))
 
 
 def smaller_layouts(run: ParityRun, axes: Mapping[str, int]) -> ParityRun:
@@ -102,15 +102,16 @@ def _chosen(plan: Plan, layouts: str) -> list[dict[str, int]]:
         return [x for x in each if math.prod(x.values()) <= MOST_RANKS]
     if axes.get("expert", 1) > 1:  # expert ranks are some of the data ranks
         axes["data"] = axes["data"] // axes["expert"]
-    own = {axis: size for axis, size in axes.items() if size > 1}
-    if math.prod(own.values()) > MOST_RANKS:
-        own = dict.fromkeys(own, 2)
-    if math.prod(own.values()) > MOST_RANKS:
+    split_axes = {axis: size for axis, size in axes.items() if size > 1}
+    if math.prod(split_axes.values()) > MOST_RANKS:
+        split_axes = dict.fromkeys(split_axes, 2)
+    if math.prod(split_axes.values()) > MOST_RANKS:
         raise ConfigError(
-            f"tdp prove --layouts this: {text_of(own)} are {math.prod(own.values())} ranks, and "
+            f"tdp prove --layouts this: {text_of(split_axes)} are "
+            f"{math.prod(split_axes.values())} ranks, and "
             f"{MOST_RANKS} are the most; pass --layouts all, or a list as 'data=2,tensor=2;pipe=2'"
         )
-    return [own]
+    return [split_axes]
 
 
 def _listed(layouts: str) -> list[dict[str, int]]:

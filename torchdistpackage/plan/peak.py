@@ -87,7 +87,7 @@ def peak_memory(
     flat: its `flat_memory`, where it is known, since micro-batches do not change it.
     """
     on_gpu = plan.has_gpus if on_gpu is None else on_gpu
-    place = plan.topology.dense.coord(rank)["pipe"]
+    pipe_index = plan.topology.dense.coord(rank)["pipe"]
     communicators = rank_memory(plan, rank, (), on_gpu=on_gpu).communicators_bytes
     state, buckets = flat or flat_memory(plan, rank)
     of = microbatch(plan, rank)
@@ -96,25 +96,25 @@ def peak_memory(
         s: _traced_bytes(plan, s, of)
         if plan.traced
         else _stage_bytes(plan, plan.stages[s], of, on_gpu, absent)
-        for s in plan.schedule.stages_of(place)
+        for s in plan.schedule.stages_of(pipe_index)
     }
-    held, kept = _worst(flatten(plan.schedule.programs[place]), stages)
-    peaks, _ = most_live(flatten(plan.schedule.programs[place]))
-    message = _message_bytes(plan, place, of, peaks)
+    peak, between_steps = _worst(flatten(plan.schedule.programs[pipe_index]), stages)
+    peaks, _ = most_live(flatten(plan.schedule.programs[pipe_index]))
+    message = _message_bytes(plan, pipe_index, of, peaks)
     inputs = _input_bytes(plan, stages, of)
-    moving = held.activations + inputs + held.loss + held.temporary + message + buckets
+    moving = peak.activations + inputs + peak.loss + peak.temporary + message + buckets
     return PeakMemory(
         state.weights_bytes,
         state.gradients_bytes,
         state.optimizer_bytes,
         buckets,
-        held.activations + inputs,
-        held.loss,
-        held.temporary,
+        peak.activations + inputs,
+        peak.loss,
+        peak.temporary,
         message,
         communicators,
         FRAGMENTED * moving if on_gpu else 0,
-        kept.total + inputs,
+        between_steps.total + inputs,
         all(stage.is_exact for stage in stages.values()),
     )
 
@@ -124,8 +124,8 @@ def peak_memory(
 
 def flat_memory(plan: Plan, rank: int) -> tuple[MemoryEstimate, float]:
     """Return the bytes of weights, gradients and optimizer state, and those of buckets besides."""
-    place, formats = plan.topology.dense.coord(rank)["pipe"], plan.numbers
-    layouts = [x for x in plan.layouts.values() if not x.stages or place in x.stages]
+    pipe_index, formats = plan.topology.dense.coord(rank)["pipe"], plan.numbers
+    layouts = [x for x in plan.layouts.values() if not x.stages or pipe_index in x.stages]
     weight, wide = formats.weights.num_bytes, formats.gradients.num_bytes
     parts: dict[str, int] = {}
     padding = 0
@@ -218,16 +218,16 @@ def _worst(actions: Iterable[Action], stages: dict[int, _StageBytes]) -> tuple[_
         if stage not in stages or kind.is_message:
             continue
         of = stages[stage]
-        own, own_deferred, forward, besides = bytes_of[stage]
+        activations, own_deferred, forward, besides = bytes_of[stage]
         if kind is ActionKind.F:
             if live + forward > most:
                 most, worst = live + forward, held() + of.forward
-            live += own
+            live += activations
             waiting[stage] += 1
         elif kind.gives_gradient:
             if live + besides > most:
                 most, worst = live + besides, held() + -of.kept + of.backward
-            live -= own
+            live -= activations
             waiting[stage] -= 1
             if kind is ActionKind.I:
                 live += own_deferred
@@ -245,58 +245,58 @@ def _total(moment: _Moment) -> float:
 
 
 def _stage_bytes(
-    plan: Plan, held: Sequence[int], of: Microbatch, on_gpu: bool, absent: Collection[str]
+    plan: Plan, layers: Sequence[int], of: Microbatch, on_gpu: bool, absent: Collection[str]
 ) -> _StageBytes:
     """Return the bytes of one micro-batch of a stage with these pieces, from what its layers
     state. absent: kinds of bytes that none of them keeps."""
     assert plan.model is not None and plan.shape is not None
-    kept = [_without(absent, x) for x in plan.model.layer_numbers(held, of)]
+    numbers = [_without(absent, x) for x in plan.model.layer_numbers(layers, of)]
     # a block that is computed again keeps all of it while its backward runs
-    again = kept
+    again = numbers
     if of.recomputed:
-        whole = plan.model.layer_numbers(held, replace(of, recomputed=False))
-        again = [_without(absent, x) for x in whole]
+        unrecomputed = plan.model.layer_numbers(layers, replace(of, recomputed=False))
+        again = [_without(absent, x) for x in unrecomputed]
     stream, waiting = _stream_bytes(plan, of), 0.0
     moe = getattr(plan.shape, "moe", None)
     experts = 1 if moe is None else -(-moe.num_experts // of.expert)
     total, forward, freed = _Moment(), _Moment(), _Moment()
-    for layer in kept:
+    for layer in numbers:
         total += _kept(layer, of)
         now = total + _Moment(temporary=_forward_temporary(layer, of, on_gpu))
         forward = max(forward, now, key=_total)
     backward = total
-    for unit in reversed(_units(kept)):
+    for unit in reversed(_units(numbers)):
         inside = _Moment()
         for i in unit:
-            freed += -_kept(kept[i], of)
+            freed += -_kept(numbers[i], of)
             inside += _kept(again[i], of)
         for i in reversed(unit):
             temporary = stream + waiting + _temporary(again[i], of, experts, on_gpu)
             now = total + freed + inside + _Moment(temporary=temporary)
             backward = max(backward, now, key=_total)
             inside += -_kept(again[i], of)
-        if "logits" in kept[unit[0]].kept and getattr(plan.shape, "tied", False) and 0 in held:
+        if "logits" in numbers[unit[0]].kept and getattr(plan.shape, "tied", False) and 0 in layers:
             # the gradient of a tied head waits for that of the embedding
-            waiting = _weight_bytes(kept[unit[0]].matmuls[-1], of)
+            waiting = _weight_bytes(numbers[unit[0]].matmuls[-1], of)
     return _StageBytes(
         total,
-        _Moment(sum(_deferred(layer, of) for layer in kept)),
+        _Moment(sum(_deferred(layer, of) for layer in numbers)),
         forward,
         backward,
-        all(layer.is_exact for layer in kept),
+        all(layer.is_exact for layer in numbers),
     )
 
 
 def _traced_bytes(plan: Plan, stage: int, of: Microbatch) -> _StageBytes:
     """Return the bytes of one micro-batch of a stage that ran without numbers."""
-    found = plan.traced[stage].at(of.rows)
-    kept = _Moment(found.kept, found.loss)
+    traced = plan.traced[stage].at(of.rows)
+    moment = _Moment(traced.kept, traced.loss)
     layers = () if plan.model is None else plan.model.layer_numbers(plan.stages[stage], of)
     return _StageBytes(
-        kept,
-        _Moment(min(sum(_deferred(layer, of) for layer in layers), kept.total)),
-        replace(kept, temporary=found.forward - kept.total),
-        replace(kept, temporary=found.backward - kept.total),
+        moment,
+        _Moment(min(sum(_deferred(layer, of) for layer in layers), moment.total)),
+        replace(moment, temporary=traced.forward - moment.total),
+        replace(moment, temporary=traced.backward - moment.total),
         not any("expert" in x.split_axes for x in plan.layouts.values()),
     )
 
@@ -348,8 +348,8 @@ def _absent(plan: Plan, on_gpu: bool) -> set[str]:
 def _without(absent: Collection[str], layer: LayerNumbers) -> LayerNumbers:
     if not any(kind in layer.kept for kind in absent):
         return layer
-    kept = {key: num_bytes for key, num_bytes in layer.kept.items() if key not in absent}
-    return replace(layer, kept=kept)
+    kept_bytes = {key: num_bytes for key, num_bytes in layer.kept.items() if key not in absent}
+    return replace(layer, kept=kept_bytes)
 
 
 def _kept(layer: LayerNumbers, batch: Microbatch) -> _Moment:
@@ -372,9 +372,9 @@ def _temporary(layer: LayerNumbers, batch: Microbatch, experts: int, on_gpu: boo
     time, while all that the layer keeps is there. experts: on this rank, whose weights' gradients
     come together.
     """
-    kept, matmuls = layer.kept, layer.matmuls
-    if "logits" in kept:
-        logits = kept["logits"]
+    kept_bytes, matmuls = layer.kept, layer.matmuls
+    if "logits" in kept_bytes:
+        logits = kept_bytes["logits"]
         narrow = batch.products != batch.losses
         loss = logits + narrow * _loss_block(logits, batch, on_gpu)
         return max(loss, _weight_bytes(matmuls[-1], batch))
@@ -386,9 +386,9 @@ def _temporary(layer: LayerNumbers, batch: Microbatch, experts: int, on_gpu: boo
         inputs = weights[-1].m * weights[-1].k * item
         gradients = sum(x.m * x.n for x in weights[:-1]) * item
         return max(inputs + _weight_bytes(weights[-1], batch), gradients)
-    experts = experts if "hidden of experts" in kept else 1
-    hidden = sum(kept.get(x, 0) for x in ("hidden", "hidden of experts"))
-    is_gated = "activated gate" in kept or "activated gate of experts" in kept
+    experts = experts if "hidden of experts" in kept_bytes else 1
+    hidden = sum(kept_bytes.get(x, 0) for x in ("hidden", "hidden of experts"))
+    is_gated = "activated gate" in kept_bytes or "activated gate of experts" in kept_bytes
     return hidden + max(experts * _weight_bytes(matmuls[-1], batch), is_gated * hidden)
 
 

@@ -69,11 +69,11 @@ def header_of(path: Path) -> dict[str, str]:
     return {str(key): str(value) for key, value in dict(header).items()}
 
 
-def differences(header: Mapping[str, str], own: Mapping[str, str]) -> str:
-    """Return the names and values of `own` that the header of a file has otherwise, or ""."""
+def differences(header: Mapping[str, str], expected: Mapping[str, str]) -> str:
+    """Return the names and values of `expected` that the header of a file has otherwise, or ""."""
     return ", ".join(
         f"{name} ({header.get(name) or 'none'} there, {value or 'none'} here)"
-        for name, value in own.items()
+        for name, value in expected.items()
         if header.get(name) != value
     )
 

@@ -95,8 +95,8 @@ def refuse_other_optimizer(path: Path, config: RunConfig) -> None:
         key for name in read_manifest(path).tensors if (key := name.rpartition("#")[2]) != name
     }
     state_keys -= {"step", "master"}
-    name, wanted = config.optim.name, config.optim.spec.state_keys
-    if state_keys and state_keys.isdisjoint(wanted or state_keys):
+    name, expected_keys = config.optim.name, config.optim.spec.state_keys
+    if state_keys and state_keys.isdisjoint(expected_keys or state_keys):
         raise CheckpointError(
             f"{path} has the state of another optimizer ({', '.join(sorted(state_keys))}), which "
             f"optim.name={name} does not read. Go on with the optimizer it was written with, begin "
@@ -141,7 +141,7 @@ def start_changes(resolved: Path, config: RunConfig) -> StartChanges:
         before_config = load(resolved)
     except (ConfigError, OSError):
         return StartChanges()
-    before = _flat(before_config.model_dump())
+    old_values = _flat(before_config.model_dump())
     now = _flat(config.model_dump())
     decides = [key for key in now if key.startswith(_DECIDES) and not key.startswith(_PLACES)]
     sources = before_config.data.sources, config.data.sources
@@ -150,7 +150,9 @@ def start_changes(resolved: Path, config: RunConfig) -> StartChanges:
     keys = [*_LAYOUT, *decides]
     if only_weights[0] == only_weights[1]:
         keys.remove(_SOURCES)
-    changes = [f"{k}={now[k]} (was {before.get(k)})" for k in keys if now[k] != before.get(k)]
+    changes = [
+        f"{k}={now[k]} (was {old_values.get(k)})" for k in keys if now[k] != old_values.get(k)
+    ]
     return StartChanges(tuple(changes), shares)
 
 

@@ -142,12 +142,12 @@ class Plan:
         """
         pipe_index = self.topology.dense.coord(rank)["pipe"]
         kinds = self._kinds_of_layouts.get(pipe_index, ())
-        wanted = creations(self.topology, rank, sums=kinds, num_data=self.zero_group)
+        planned = creations(self.topology, rank, sums=kinds, num_data=self.zero_group)
         if self.teacher is None:
-            return wanted
+            return planned
         ranks = tuple(self.teacher.topology.dense.group(rank, ("tensor",)))
-        there = {each.ranks for each in wanted}
-        return (*wanted, *([] if ranks in there else [Creation(ranks, axes=("tensor",))]))
+        members = {each.ranks for each in planned}
+        return (*planned, *([] if ranks in members else [Creation(ranks, axes=("tensor",))]))
 
     @cached_property
     def _kinds_of_layouts(self) -> dict[int, list[Layout]]:
@@ -311,9 +311,9 @@ def _teacher_plan(student: Plan, world_size: int, source: str, ranks_per_node: i
             )
         meshes = student.topology.dense, plan.topology.dense
         if any(len({mesh.index(x, "pipe") for mesh in meshes}) > 1 for x in range(world_size)):
-            asked = f"train.distill.teacher_tensor={config.train.distill.teacher_tensor}"
+            setting = f"train.distill.teacher_tensor={config.train.distill.teacher_tensor}"
             texts.append(
-                f"{asked} takes data and tensor ranks of one stage together, but "
+                f"{setting} takes data and tensor ranks of one stage together, but "
                 f"parallel.order=[{', '.join(config.parallel.order)}] has others between them; "
                 f"put pipe first"
             )

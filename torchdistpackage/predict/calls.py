@@ -91,8 +91,8 @@ def merged(calls: Iterable[CallCount]) -> tuple[CallCount, ...]:
     group_of = {key: groups.setdefault(ranks, len(groups)) for key, ranks in ranks_of.items()}
     equal_calls: dict[Hashable, list[CallCount]] = {}
     for each in calls:
-        what = each.axis, each.operation, each.num_elements, each.dtype, each.what
-        equal_calls.setdefault((*what, group_of[id(each.ranks)]), []).append(each)
+        call_key = each.axis, each.operation, each.num_elements, each.dtype, each.what
+        equal_calls.setdefault((*call_key, group_of[id(each.ranks)]), []).append(each)
     return tuple(
         replace(same[0], number=sum(each.number for each in same)) for same in equal_calls.values()
     )

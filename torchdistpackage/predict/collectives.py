@@ -103,25 +103,25 @@ class Fabric:
         """Return the seconds of an all-gather of a tensor of so many bytes."""
         if size < 2 or num_bytes <= 0:
             return 0.0
-        if line := self._measured("all_gather", size, stride):
-            return line.seconds(num_bytes * (size - 1) / size)
+        if link := self._measured("all_gather", size, stride):
+            return link.seconds(num_bytes * (size - 1) / size)
         latency, speed = self.ring(size, stride)
         return START_S + latency + num_bytes * (size - 1) / size / speed
 
     def scatter_seconds(self, num_bytes: float, size: int, stride: int = 1) -> float:
         """Return the seconds of a reduce-scatter, those of an all-gather where it was not measured
         by itself."""
-        line = self._measured("reduce_scatter", size, stride)
-        if line is None or size < 2 or num_bytes <= 0:
+        link = self._measured("reduce_scatter", size, stride)
+        if link is None or size < 2 or num_bytes <= 0:
             return self.gather_seconds(num_bytes, size, stride)
-        return line.seconds(num_bytes * (size - 1) / size)
+        return link.seconds(num_bytes * (size - 1) / size)
 
     def sum_seconds(self, num_bytes: float, size: int, stride: int = 1) -> float:
         """Return the seconds of an all-reduce: of a ring, or of a tree where that is less."""
         if size < 2 or num_bytes <= 0:
             return 0.0
-        if line := self._measured("all_reduce", size, stride):
-            return line.seconds(2 * num_bytes * (size - 1) / size)
+        if link := self._measured("all_reduce", size, stride):
+            return link.seconds(2 * num_bytes * (size - 1) / size)
         latency, speed = self.ring(size, stride)
         ring = 2 * latency + 2 * num_bytes * (size - 1) / size / speed
         hop = self.node if size * stride <= self.node_size else self.network
@@ -132,17 +132,17 @@ class Fabric:
         """Return the seconds of an all-to-all in which each rank gives away so many bytes."""
         if size < 2 or num_bytes <= 0:
             return 0.0
-        if line := self._measured("all_to_all", size, stride):
-            return line.seconds(num_bytes * (size - 1) / size)
+        if link := self._measured("all_to_all", size, stride):
+            return link.seconds(num_bytes * (size - 1) / size)
         inside = max(min(size, self.node_size // stride), 1)
         away = num_bytes * (size - inside) / size
-        here = num_bytes * (inside - 1) / size
+        local_bytes = num_bytes * (inside - 1) / size
         out = self.network.seconds(away) if away else 0.0
-        return START_S + max(self.node.seconds(here), out)
+        return START_S + max(self.node.seconds(local_bytes), out)
 
     def message_seconds(self, num_bytes: float, stride: int) -> float:
         """Return the seconds of a message to the rank `stride` further."""
-        if line := self._measured("p2p", 2, stride):
-            return line.seconds(num_bytes)
+        if measured := self._measured("p2p", 2, stride):
+            return measured.seconds(num_bytes)
         link = self.node if stride < self.node_size else self.network
         return link.seconds(num_bytes)

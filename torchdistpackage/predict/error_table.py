@@ -59,16 +59,16 @@ def compare() -> tuple[PredictedRow, ...]:
     return tuple(PredictedRow(x, step_time(x.sizes, x.layout, DEVICES[x.device])) for x in ROWS)
 
 
-def mean_and_worst(found: Iterable[PredictedRow]) -> tuple[float, float]:
+def mean_and_worst(rows: Iterable[PredictedRow]) -> tuple[float, float]:
     """Return the mean and the largest absolute error; zeros for no rows."""
-    errors = [abs(each.error) for each in found]
+    errors = [abs(each.error) for each in rows]
     return (sum(errors) / len(errors), max(errors)) if errors else (0.0, 0.0)
 
 
 def table() -> str:
     """Return the generated part of the page."""
-    found = compare()
-    parts = _summary(found), _rows(found), _memory(), _devices(), _sources(found)
+    rows = compare()
+    parts = _summary(rows), _rows(rows), _memory(), _devices(), _sources(rows)
     return "\n\n".join(parts) + "\n"
 
 
@@ -86,12 +86,12 @@ def readme_sentence() -> str:
     )
 
 
-def _summary(found: tuple[PredictedRow, ...]) -> str:
+def _summary(predicted: tuple[PredictedRow, ...]) -> str:
     lines = ["## Errors", "", "| rows | number | mean | worst | bar |", "|---|---|---|---|---|"]
-    check = [each for each in found if each.row.use == "check"]
+    check = [each for each in predicted if each.row.use == "check"]
     fitted = [each for each in check if each.device.is_fitted]
     kinds = (
-        ("fit", [each for each in found if each.row.use == "fit"], "none"),
+        ("fit", [each for each in predicted if each.row.use == "fit"], "none"),
         (
             "check, on a fitted device",
             fitted,
@@ -121,7 +121,7 @@ def misses_bar(each: PredictedRow) -> bool:
     return each.row.use == "check" and abs(each.error) > bar
 
 
-def _rows(found: Iterable[PredictedRow]) -> str:
+def _rows(rows: Iterable[PredictedRow]) -> str:
     lines = [
         "## Rows",
         "",
@@ -130,7 +130,7 @@ def _rows(found: Iterable[PredictedRow]) -> str:
         "| # | use | run | device | published | predicted | error | terms |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for each in found:
+    for each in rows:
         row, total = each.row, each.predicted.total
         terms = (f"{k} {v:.3g}" for k, v in each.predicted.terms.items() if v >= total / 100)
         cells = (
@@ -215,13 +215,13 @@ def _devices() -> str:
     return "\n".join(lines)
 
 
-def _sources(found: tuple[PredictedRow, ...]) -> str:
+def _sources(predicted: tuple[PredictedRow, ...]) -> str:
     lines = ["## Sources", ""]
     for key, text in SOURCES.items():
-        numbers = [each.row.number for each in found if each.row.source == key]
+        numbers = [each.row.number for each in predicted if each.row.source == key]
         lines.append(f"- {text}: {', '.join(numbers)}.")
     assumed: dict[str, list[PredictedRow]] = {}
-    for each in found:
+    for each in predicted:
         if each.row.assumed:
             assumed.setdefault(each.row.assumed, []).append(each)
     for text, rows in assumed.items():

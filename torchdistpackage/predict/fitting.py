@@ -32,13 +32,15 @@ def fit(device: Accelerator) -> tuple[Fit, float]:
         raise ConfigError(f"no published step of {device.name} is marked fit; add one to ROWS")
     link = device.fit.link
     grid = (Fit(*each, link) for each in itertools.product(_MATMUL, _MEMORY))
-    return min(((each, _error(device, each, rows)) for each in grid), key=lambda found: found[1])
+    return min(((each, _error(device, each, rows)) for each in grid), key=lambda result: result[1])
 
 
 def _error(device: Accelerator, constants: Fit, rows: dict[str, list[PublishedStep]]) -> float:
     """Return the mean over the rows of the mean of (predicted / published - 1)^2."""
     changed, errors = replace(device, fit=constants), list[float]()
     for steps in rows.values():
-        found = [step_time(x.sizes, x.layout, changed).total / x.seconds - 1 for x in steps]
-        errors.append(sum(x * x for x in found) / len(found))
+        relative_errors = [
+            step_time(x.sizes, x.layout, changed).total / x.seconds - 1 for x in steps
+        ]
+        errors.append(sum(x * x for x in relative_errors) / len(relative_errors))
     return sum(errors) / len(errors)

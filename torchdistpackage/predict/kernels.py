@@ -73,8 +73,8 @@ def matmul_seconds(
     if matmul.flops <= 0:
         return 0.0
     if times := device.matmul_times.get(priced_as(device, dtype)):
-        one = matmul.flops / matmul.count
-        return matmul.count * _between(times, one) + memory_seconds(device, more_bytes)
+        flops_of_one = matmul.flops / matmul.count
+        return matmul.count * _between(times, flops_of_one) + memory_seconds(device, more_bytes)
     core = device.peak(dtype) * device.clock * device.fit.matmul / device.cores
     seconds = math.inf
     for rows, columns, share in _TILES:

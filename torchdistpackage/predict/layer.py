@@ -81,9 +81,12 @@ class BlockTime:
     @property
     def pass_s(self) -> tuple[float, float]:
         """Seconds of a forward and of a backward with all that they wait for."""
-        there, back = self.exposed
-        here, after = self.host
-        return self.forward + there + here, self.backward + self.recompute + back + after
+        exposed_forward, exposed_backward = self.exposed
+        host_forward, host_backward = self.host
+        return (
+            self.forward + exposed_forward + host_forward,
+            self.backward + self.recompute + exposed_backward + host_backward,
+        )
 
     def plus(self, other: "BlockTime", times: float = 1.0) -> "BlockTime":
         """Return the sum of this and `times` the other."""
@@ -164,29 +167,29 @@ class LayerCosts:
     def _experts(self, rows: float) -> Iterator[Operation]:
         """Router, permutation and the experts of a rank, which get as many rows as it sends."""
         z, x = self.sizes, self.layout
-        here = max(z.num_experts // x.expert, 1)
+        num_local = max(z.num_experts // x.expert, 1)
         routed = rows * z.top_k * (x.tensor if x.sequence_parallel else 1)
-        each, hidden = routed / here, z.hidden / x.tensor
+        each, hidden = routed / num_local, z.hidden / x.tensor
         yield replace(self._linear("router", rows, z.num_experts, z.dim), calls=ROUTER_CALLS)
         # to the order of ranks and back, and again to that of experts where the exchange does not
         passes = (1 if x.dedups else 2) * routed * z.dim
         yield self._elementwise("permutation", passes, (8, 10), (12, 16), 8)
         widths = {"gate": hidden, "up": hidden} if z.gated else {"up": hidden}
         # the host starts the matmuls of each expert, two of them backward
-        for op in self._inputs(widths, each, "up" if z.gated else "", here):
-            yield replace(op, calls=(here - 1.0, 2.0 * (here - 1)))
+        for op in self._inputs(widths, each, "up" if z.gated else "", num_local):
+            yield replace(op, calls=(num_local - 1.0, 2.0 * (num_local - 1)))
         yield self._activation("activation", routed * hidden)
         if x.clamps:
             clamped = self._elementwise(
                 "activation clamp", routed * hidden, CLAMP_BYTES, CLAMP_BYTES, 3
             )
             yield replace(clamped, kernels=3)
-        down = self._linear("expert down", each, z.dim, hidden, count=here)
-        yield replace(down, calls=(here - 1.0, 2.0 * (here - 1)))
+        down = self._linear("expert down", each, z.dim, hidden, count=num_local)
+        yield replace(down, calls=(num_local - 1.0, 2.0 * (num_local - 1)))
         if x.expert_bias:
             added = self._elementwise("expert bias", routed * z.dim, (28, 40), (28, 40), 0)
-            there, back = EXPERT_BIAS_CALLS
-            yield replace(added, kernels=0, calls=(there * here, back * here))
+            forward_calls, back = EXPERT_BIAS_CALLS
+            yield replace(added, kernels=0, calls=(forward_calls * num_local, back * num_local))
 
     def _inputs(
         self, widths: dict[str, float], rows: float, repeats: str, count: int = 1
@@ -227,13 +230,13 @@ class LayerCosts:
             casts = 1.0 if x.zero == 3 else 1 / x.num_microbatches
             # along the sequence a rank casts its own rows, which are gathered in float8
             apart = x.tensor if x.sequence_parallel else 1
-            own, gathered = CAST_BYTES + TRANSPOSE_BYTES, CAST_BYTES / apart + TRANSPOSE_BYTES
+            own_bytes, gathered = CAST_BYTES + TRANSPOSE_BYTES, CAST_BYTES / apart + TRANSPOSE_BYTES
             if name in ("attention output", "mlp down", "expert down"):
-                there, back = own, gathered
+                forward_bytes, back = own_bytes, gathered
             else:
-                there, back = gathered, own
+                forward_bytes, back = gathered, own_bytes
             weight = casts * (CAST_BYTES + TRANSPOSE_BYTES) * n * k
-            forward += self._bytes((there * m * k + weight) * count)
+            forward += self._bytes((forward_bytes * m * k + weight) * count)
             backward += self._bytes(back * m * n * count)
             kernels += 3
         return Operation(name, "matmul", forward, backward, kernels, repeats)
@@ -285,13 +288,13 @@ class LayerCosts:
             return self._elementwise(name, numbers, *both, 2)
         # what a gate takes comes on top
         gate = [tuple(x - y for x, y in zip(way, (4, 6), strict=True)) for way in both]
-        rest = self._elementwise(
+        others = self._elementwise(
             name, numbers, (gate[0][0], gate[0][1]), (gate[1][0], gate[1][1]), 2
         )
         return replace(
-            rest,
-            forward=rest.forward + numbers * measured[0],
-            backward=rest.backward + numbers * measured[1],
+            others,
+            forward=others.forward + numbers * measured[0],
+            backward=others.backward + numbers * measured[1],
         )
 
     def _elementwise(
@@ -305,9 +308,9 @@ class LayerCosts:
         """A run of kernels that read and write `fused` or `eager` bytes a number, there and back,
         at two bytes each."""
         is_fused = self.layout.kernels == "fused"
-        there, back = fused if is_fused else eager
+        forward_passes, back = fused if is_fused else eager
         scale = numbers * self.layout.item_bytes / 2
-        seconds = self._bytes(there * scale), self._bytes(back * scale)
+        seconds = self._bytes(forward_passes * scale), self._bytes(back * scale)
         return Operation(name, "elementwise", *seconds, 1 if is_fused else eager_kernels)
 
     def _launches(self, count: float) -> float:
@@ -355,14 +358,14 @@ class LayerCosts:
         x = self.layout
         if x.copies == "none":
             return 0.0, 0.0
-        here = [(count, ranks) for count, ranks in shared if ranks > 1 or x.ranks == 1]
-        count = sum(count for count, _ in here)
-        there = 2 * x.weight_bytes * count if x.copies == "all" else 0.0
-        sharded = sum(count / ranks for count, ranks in here)
+        copies = [(count, ranks) for count, ranks in shared if ranks > 1 or x.ranks == 1]
+        count = sum(count for count, _ in copies)
+        forward_bytes = 2 * x.weight_bytes * count if x.copies == "all" else 0.0
+        sharded = sum(count / ranks for count, ranks in copies)
         if not x.lora:  # frozen weights are narrow
-            there += (4 + x.weight_bytes) * sharded
+            forward_bytes += (4 + x.weight_bytes) * sharded
         if x.lora:
-            return self._bytes(there), self._bytes(there)
+            return self._bytes(forward_bytes), self._bytes(forward_bytes)
         # both bring gradients to the dtype that is reduced; flat parameters are joined before
         joined = 2 * x.item_bytes if x.copies == "gradients" else 0
         cast = x.item_bytes + x.reduce_bytes
@@ -370,7 +373,9 @@ class LayerCosts:
             cast = 0
         # the first microbatch of a step has no shard to add to
         added = 12 * sharded * (1 - 1 / x.num_microbatches)
-        return self._bytes(there), self._bytes(there + (joined + cast) * count + added)
+        return self._bytes(forward_bytes), self._bytes(
+            forward_bytes + (joined + cast) * count + added
+        )
 
     def _is_repeated(self, op: Operation) -> bool:
         match self.layout.recompute:
@@ -396,28 +401,28 @@ class LayerCosts:
         narrow = sum(op.forward for op in matmuls) / 4
         back = sum(op.backward for op in matmuls) / 8
         if not x.sequence_parallel:
-            one = fabric.sum_seconds(num_bytes, x.tensor)
-            time.tensor[0] += 2 * one
+            all_reduce_s = fabric.sum_seconds(num_bytes, x.tensor)
+            time.tensor[0] += 2 * all_reduce_s
             # the all-reduce of an input's gradient goes on beside the matmul of the weight's
-            time.tensor[1] += 2 * fabric.beside(one, 2 * back) + 2 * rerun * one
+            time.tensor[1] += 2 * fabric.beside(all_reduce_s, 2 * back) + 2 * rerun * all_reduce_s
             return
         scatter = fabric.scatter_seconds(num_bytes, x.tensor)
         gather = fabric.gather_seconds(num_bytes / (2 if x.float8 else 1), x.tensor)
         if x.tensor_overlap:
-            there = sum(
+            forward_s = sum(
                 2 * _in_chunks(fabric, each, narrow, x.tensor) for each in (gather, scatter)
             )
             behind = sum(
                 2 * _in_chunks(fabric, each, 2 * back, x.tensor) for each in (gather, scatter)
             )
         else:
-            there = 2 * gather + 2 * scatter
+            forward_s = 2 * gather + 2 * scatter
             # beside the other matmul go the gather of the input and the scatter of its gradient
             behind = 2 * gather + sum(
                 2 * fabric.beside(each, 2 * back) for each in (gather, scatter)
             )
-        time.tensor[0] += there
-        time.tensor[1] += behind + rerun * there
+        time.tensor[0] += forward_s
+        time.tensor[1] += behind + rerun * forward_s
 
     def _context(self, time: BlockTime, ops: list[Operation], rerun: float) -> None:
         """Keys and values go around a ring, a hop while one part of the attention is computed;
@@ -429,10 +434,10 @@ class LayerCosts:
         num_bytes = x.tokens * 2 * z.kv_heads * z.head_dim / x.tensor * x.item_bytes
         hop = self.fabric.message_seconds(num_bytes, x.stride("context") * x.context - 1)
         fabric = self.fabric
-        there = (x.context - 1) * fabric.beside(hop, attention.forward / x.context)
+        forward_s = (x.context - 1) * fabric.beside(hop, attention.forward / x.context)
         back = (x.context - 1) * fabric.beside(2 * hop, attention.backward / x.context)
-        time.context[0] += there
-        time.context[1] += back + rerun * there
+        time.context[0] += forward_s
+        time.context[1] += back + rerun * forward_s
 
     def _expert(self, time: BlockTime, rerun: float) -> None:
         """Tokens go to their experts and results come back, twice more in the backward."""
@@ -444,9 +449,9 @@ class LayerCosts:
             copies = x.expert * (1 - (1 - 1 / x.expert) ** z.top_k)
         rows = x.tokens / (x.tensor if x.sequence_parallel else 1)
         num_bytes = rows * copies * z.dim * x.item_bytes
-        one = self.fabric.exchange_seconds(num_bytes, x.expert, x.expert_stride)
-        time.expert[0] += 2 * one
-        time.expert[1] += 2 * one + 2 * rerun * one
+        exchange_s = self.fabric.exchange_seconds(num_bytes, x.expert, x.expert_stride)
+        time.expert[0] += 2 * exchange_s
+        time.expert[1] += 2 * exchange_s + 2 * rerun * exchange_s
 
     # -- the ends ---------------------------------------------------------------------------
 
@@ -457,9 +462,9 @@ class LayerCosts:
         numbers = x.tokens * z.dim / (x.tensor if x.sequence_parallel else 1)
         item, table = x.item_bytes, z.vocab_parameters / x.tensor
         dense = 0.0 if x.lora else (4 if z.tied else 1) * item * table
-        there, back = self._copied([(table, x.sharers)])
+        forward_s, back = self._copied([(table, x.sharers)])
         return BlockTime(
-            self._bytes(2 * item * numbers) + there,
+            self._bytes(2 * item * numbers) + forward_s,
             self._bytes(3 * item * numbers + dense) + back,
             0.0,
             [1.0, 3.0],
@@ -476,13 +481,17 @@ class LayerCosts:
             backward += matmul_seconds(self.device, matmul.of_weight, x.dtype)
         # eager: a copy in float32; its log-softmax reads a row three times, as rows are longer than
         # a core keeps, and backward the result and its gradient twice
-        there, back = {"eager": (22, 30), "narrow": (8, 12), "fused": (8, 6)}[x.loss]
+        forward_passes, back = {"eager": (22, 30), "narrow": (8, 12), "fused": (8, 6)}[x.loss]
         logits = x.tokens * vocab
         norm = self._norm("last norm", x.tokens * z.dim)
         # a tied one is copied with the embedding
         copied = self._copied([] if z.tied else [(z.vocab_parameters / x.tensor, x.sharers)])
         time = BlockTime(
-            forward + self._bytes(there * logits) + norm.forward + self._launches(4) + copied[0],
+            forward
+            + self._bytes(forward_passes * logits)
+            + norm.forward
+            + self._launches(4)
+            + copied[0],
             backward + self._bytes(back * logits) + norm.backward + self._launches(8) + copied[1],
             0.0,
             [4.0, 8.0],
@@ -514,8 +523,8 @@ def adapter_parameters(sizes: TransformerSizes, layout: StepLayout) -> float:
     wide = (inputs + 1) * z.dim + 2 * (z.heads + z.kv_heads) * z.head_dim
     if x.lora_mlp:
         ups = 2 if z.gated else 1
-        one = (1 if x.joins else ups) * z.dim + ups * z.hidden + z.hidden + z.dim
-        wide += max(z.num_experts, 1) * one / (x.expert if z.num_experts else 1)
+        per_adapter = (1 if x.joins else ups) * z.dim + ups * z.hidden + z.hidden + z.dim
+        wide += max(z.num_experts, 1) * per_adapter / (x.expert if z.num_experts else 1)
     return x.lora * wide / x.tensor
 
 

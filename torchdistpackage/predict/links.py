@@ -42,7 +42,7 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[LinkModel, float] |
     fits = sorted((_off(line, points) / len(points), line) for line in _lines(points))
     off, (latency_s, per_byte_s) = fits[0]
     if per_byte_s * largest < off * (latency_s + per_byte_s * largest):
-        off, (latency_s, per_byte_s) = next(one for one in fits if one[1][1] == 0.0)
+        off, (latency_s, per_byte_s) = next(ranked for ranked in fits if ranked[1][1] == 0.0)
     return LinkModel(latency_s, 1 / per_byte_s if per_byte_s > 0 else inf), off
 
 
@@ -58,6 +58,6 @@ def _lines(points: Sequence[tuple[float, float]]) -> Iterable[tuple[float, float
                 yield t - slope * x, slope
 
 
-def _off(line: tuple[float, float], points: Sequence[tuple[float, float]]) -> float:
-    latency_s, per_byte_s = line
+def _off(model: tuple[float, float], points: Sequence[tuple[float, float]]) -> float:
+    latency_s, per_byte_s = model
     return sum(abs(t - latency_s - per_byte_s * x) / t for x, t in points)

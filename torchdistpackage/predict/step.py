@@ -133,22 +133,22 @@ class StepModel:
         placement = _placement(layout, schedule) if stages > 1 else (0,)
         parts, stage_times = self._parts(layout, placement), self._stages(layout)
         if stages == 1:
-            whole = stage_times[0]
+            total = stage_times[0]
             bubble = pipe = 0.0
         else:
-            whole, bubble, pipe = self._pipeline(stage_times, layout, schedule)
+            total, bubble, pipe = self._pipeline(stage_times, layout, schedule)
         times = layout.rounds * layout.num_microbatches
         terms = {
-            "compute": times * (whole.forward + whole.backward),
-            "recompute": times * whole.recompute,
-            "exposed tensor": times * sum(whole.tensor),
-            "exposed context": times * sum(whole.context),
-            "exposed expert": times * sum(whole.expert),
+            "compute": times * (total.forward + total.backward),
+            "recompute": times * total.recompute,
+            "exposed tensor": times * sum(total.tensor),
+            "exposed context": times * sum(total.context),
+            "exposed expert": times * sum(total.expert),
             "bubble": layout.rounds * bubble,
             "exposed pipe": layout.rounds * pipe,
             "exposed data": parts.data,
             "optimizer": parts.optimizer,
-            "host and framework": times * sum(whole.host) + parts.host,
+            "host and framework": times * sum(total.host) + parts.host,
         }
         return StepTime(terms)
 
@@ -160,11 +160,11 @@ class StepModel:
         """
         timed = self._timed(layout)
         work, opening, closing = (sum(x.pass_s) for x in timed)
-        before, first = (work, opening) if not splits else (x.pass_s[0] for x in timed[:2])
+        block_s, first = (work, opening) if not splits else (x.pass_s[0] for x in timed[:2])
         message = _message_seconds(self.sizes, layout, self.links(layout)) * (1 if splits else 2)
         m = layout.num_microbatches
         return layout.rounds * max(
-            x.blocks_before * before
+            x.blocks_before * block_s
             + x.moves * message
             + (0.0 if x.is_first else first)
             + m * (x.blocks * work + x.is_first * opening + x.is_last * closing)
@@ -186,8 +186,8 @@ class StepModel:
         stages = self._stages(layout)
         busiest = _busiest(stages, order.placement)
         message = _message_seconds(self.sizes, layout, self.links(layout))
-        whole = layout.num_microbatches * sum(busiest.pass_s)
-        seconds = max(self._makespan(stages, order, layout.num_microbatches, message), whole)
+        busiest_s = layout.num_microbatches * sum(busiest.pass_s)
+        seconds = max(self._makespan(stages, order, layout.num_microbatches, message), busiest_s)
         return layout.rounds * seconds + self.rest(layout, order.placement)
 
     def _pipeline(
@@ -253,8 +253,8 @@ class StepModel:
         of_rank = [0.0] * layout.pipe
         for stage, rank in enumerate(placement):
             of_rank[rank] += blocks[stage]
-        held = {(n, i == placement[0], i == placement[-1]) for i, n in enumerate(of_rank)}
-        data = [_Data(sizes, layout, fabric, *each) for each in held]
+        kinds = {(n, i == placement[0], i == placement[-1]) for i, n in enumerate(of_rank)}
+        data = [_Data(sizes, layout, fabric, *each) for each in kinds]
         paced = [each.behind_host(call_s, device.is_host) for each in (block, last)]
         exposed_data = max(
             each.exposed(paced[0], paced[1] if stages == 1 else BlockTime()) for each in data
@@ -320,10 +320,10 @@ class _Data:
             return 0.0
         head, embedding = self._ends()
         if x.zero == 3 and not x.exchanges:
-            one = self._freed(block, last, self._gather(), self._reduce())
+            freed = self._freed(block, last, self._gather(), self._reduce())
             # FSDP's root has both ends, and nothing runs beside it
             ends = self._gather_end(head + embedding) + self._scatter_end(head + embedding)
-            return (one + ends) * x.rounds * x.num_microbatches
+            return (freed + ends) * x.rounds * x.num_microbatches
         reduce, gather = self._reduce(), self._gather() if x.zero else 0.0
         times = max(x.exchanges, 1)
         sums = self._sum_end(head), self._sum_end(embedding)
@@ -414,10 +414,10 @@ class _Data:
         forward and again backward, and its gradients leave when it has ended."""
         forward, backward = block.pass_s
         blocks = max(round(self.num_blocks), 1)
-        there = _ahead([forward] * blocks, gather, 0.0)
+        forward_s = _ahead([forward] * blocks, gather, 0.0)
         back = _ahead([sum(last.pass_s) + backward] + [backward] * (blocks - 1), gather, reduce)
         compute = blocks * (forward + backward) + sum(last.pass_s)
-        exposed = there + back - compute
+        exposed = forward_s + back - compute
         return exposed + max(blocks * (2 * gather + reduce) - exposed, 0.0) * self.fabric.slowdown
 
 
@@ -425,11 +425,11 @@ def _ahead(compute: list[float], gather: float, reduce: float) -> float:
     """The end of a pass whose blocks wait for their weights, gathered one block ahead, and whose
     gradients leave on the same stream."""
     stream = gather
-    now, here = 0.0, stream
+    now, stream_s = 0.0, stream
     for seconds in compute:
-        start = max(now, here)
+        start = max(now, stream_s)
         stream = max(stream, start) + gather  # the next block's, asked for at this one's start
-        here = stream
+        stream_s = stream
         now = start + seconds
         if reduce:
             stream = max(stream, now) + reduce

@@ -45,17 +45,17 @@ def _stage(sizes: TransformerSizes, layout: StepLayout, stage: int) -> dict[str,
     block = (sizes.attention_parameters + sizes.mlp_parameters) / x.tensor
     table = sizes.vocab_parameters / x.tensor
     num = num_blocks * block + ((stage == 0) + has_head) * table
-    kept, whole = _block(sizes, x)
+    kept_bytes, full_bytes = _block(sizes, x)
     wide = x.tokens * sizes.dim * x.item_bytes
     logits = x.tokens * sizes.vocab / x.tensor
-    blocks_kept = _live(x, stage) * num_blocks * kept
+    blocks_kept = _live(x, stage) * num_blocks * kept_bytes
     if x.zero == 3:
         # a table and the blocks before and behind have their bfloat16 weights, and gradients
         state = _StageState(*(n * num / x.sharers for n in (4, 4, 8)))
         # float32: what log_softmax kept, the gradient of that, and of its input
         loss = has_head * 3 * 4 * logits
         beside = {"gathered parameters": 2 * max(table, 3 * block)}
-        inside = whole - kept + wide
+        inside = full_bytes - kept_bytes + wide
     else:
         per_rank = x.sharers if x.zero else 1
         state = _StageState(2 * num, 4 * num, 12 * num / per_rank)
@@ -69,7 +69,7 @@ def _stage(sizes: TransformerSizes, layout: StepLayout, stage: int) -> dict[str,
         }
         # gate and up have their gradient while all but the last matmul's input is there
         mlp = (2 if sizes.gated else 1) * sizes.hidden / x.tensor
-        inside = whole - kept + x.tokens * mlp * x.item_bytes
+        inside = full_bytes - kept_bytes + x.tokens * mlp * x.item_bytes
     at_loss, in_block = loss, inside
     return {
         "weights": state.weights,
@@ -111,10 +111,10 @@ def _block(sizes: TransformerSizes, layout: StepLayout) -> tuple[float, float]:
     elements = 4 * stream + ((2 + (x.context > 1)) * width + 2 * kv) / x.tensor
     elements += (3 if sizes.gated else 2) * hidden / x.tensor
     logsumexp = 4 * sizes.heads / x.tensor
-    whole = x.tokens * (elements * x.item_bytes + logsumexp)
+    full_bytes = x.tokens * (elements * x.item_bytes + logsumexp)
     if x.recompute == "blocks":
-        return x.tokens * stream * x.item_bytes, whole
+        return x.tokens * stream * x.item_bytes, full_bytes
     if x.recompute == "matmuls":  # the input, every second matmul, and attention
         elements = stream + (2 * width + kv + hidden) / x.tensor + stream
-        return x.tokens * (elements * x.item_bytes + logsumexp), whole
-    return whole, whole
+        return x.tokens * (elements * x.item_bytes + logsumexp), full_bytes
+    return full_bytes, full_bytes

@@ -70,12 +70,12 @@ def thin(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
     if len(points) <= most:
         return list(points)
     size = math.ceil(2 * len(points) / most)
-    kept: list[Point] = []
+    thinned: list[Point] = []
     for at in range(0, len(points), size):
         part = points[at : at + size]
         low, high = min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])
-        kept += sorted({low, high})
-    return kept
+        thinned += sorted({low, high})
+    return thinned
 
 
 def series(rows: Iterable[Row], key: str) -> list[Point]:
@@ -85,8 +85,8 @@ def series(rows: Iterable[Row], key: str) -> list[Point]:
 
 
 def _line(points: Sequence[Point], name: str, most: int, **more: Any) -> dict[str, Any]:
-    kept = thin(points, most)
-    x, y = [p[0] for p in kept], [float(f"{p[1]:.6g}") for p in kept]
+    thinned = thin(points, most)
+    x, y = [p[0] for p in thinned], [float(f"{p[1]:.6g}") for p in thinned]
     return {"type": "scatter", "mode": "lines", "name": name, "x": x, "y": y, **more}
 
 
@@ -210,7 +210,7 @@ def _slow(run: Run, of: str) -> Chart:
     if num < 2:
         return Chart("slow", "", "", [])
     z = [[round(ratios[r], 1) if r < len(ratios) else None for ratios in table] for r in range(num)]
-    largest = max((abs(x) for line in z for x in line if x is not None), default=0.0)
+    largest = max((abs(x) for seconds in z for x in seconds if x is not None), default=0.0)
     bound = max(10.0, min(largest, 100.0))
     trace = {
         "type": "heatmap", "x": [row["step"] for row in rows], "z": z, "zmin": -bound,
@@ -234,9 +234,9 @@ def _keys_of_parts(run: Run) -> list[str]:
 def _parts(value: Any) -> dict[str, float]:
     """Return the numbers of a mapping by name, or of a list by index; {} for anything else."""
     if isinstance(value, list):
-        value = {str(index): one for index, one in enumerate(value)}
+        value = {str(index): item for index, item in enumerate(value)}
     pairs = value.items() if isinstance(value, dict) else ()
-    return {name: x for name, one in pairs if (x := number(one)) is not None}
+    return {name: x for name, item in pairs if (x := number(item)) is not None}
 
 
 def _by_part(run: Run, key: str, of: str) -> Chart:

@@ -79,7 +79,7 @@ class Run:
                 self.places |= _places(event.values.get("keys"))
         for start in self.starts:
             keys = _places(start.keys).items()
-            self.places |= {key: place for key, place in keys if not _is_copy(place, self)}
+            self.places |= {key: key_path for key, key_path in keys if not _is_copy(key_path, self)}
         self.saves: list[RunSave] = _saves(self.files, self.events)
         for path in (self.files.checkpoints, self.files.logs):
             if path.is_dir() and not os.access(path, os.R_OK | os.X_OK, effective_ids=True):
@@ -259,9 +259,9 @@ def _places(keys: Any) -> dict[str, str]:
     return {str(k): str(v[1]) for k, v in keys.items() if isinstance(v, list) and len(v) == 2}
 
 
-def _is_copy(place: str, run: Run) -> bool:
+def _is_copy(path: str, run: Run) -> bool:
     """Return whether a place is the job's own copy of what was submitted, which has its place."""
-    return place.partition(":")[0].endswith("job/config.yaml") and bool(run.places)
+    return path.partition(":")[0].endswith("job/config.yaml") and bool(run.places)
 
 
 def _starts(run: Run) -> list[RunStart]:
@@ -282,19 +282,19 @@ def last_sign_s(run: Run) -> float | None:
 
 
 def _saves(files: RunDir, events: Sequence[RunEvent]) -> list[RunSave]:
-    there: dict[int, float] = {}
+    at_step: dict[int, float] = {}
     try:
         for path in files.checkpoints.iterdir():
             if match := _STEP.fullmatch(path.name):
-                there[int(match[1])] = path.stat().st_mtime
+                at_step[int(match[1])] = path.stat().st_mtime
     except OSError:
         pass
     saves = {
-        e.step: RunSave(e.step, e.at_s, number(e.values.get("took_s")), e.step in there)
+        e.step: RunSave(e.step, e.at_s, number(e.values.get("took_s")), e.step in at_step)
         for e in events
         if e.kind == SAVE
     }
-    for step, at_s in there.items():
+    for step, at_s in at_step.items():
         saves.setdefault(step, RunSave(step, at_s, None, True))
     return [saves[step] for step in sorted(saves)]
 

@@ -160,9 +160,9 @@ def _changes(run: Run) -> list[list[str]]:
             continue
         shares = _changed_shares(earlier, now)
         for label, (old, new) in shares.items():
-            place = _set(now, _SOURCES)[1]
+            sources = _set(now, _SOURCES)[1]
             key = f"{_SOURCES}: weight of {label}"
-            rows.append([key, now.attempt, share_text(old), share_text(new), place])
+            rows.append([key, now.attempt, share_text(old), share_text(new), sources])
         for key in sorted({*earlier.keys, *now.keys}):
             was, became = _set(earlier, key), _set(now, key)
             if was[0] != became[0]:
@@ -174,10 +174,12 @@ def _changed_shares(earlier: RunStart, now: RunStart) -> dict[str, tuple[float, 
     """Return the shares of sources that a start changed, or nothing if a record is not of them."""
     values = [x.keys.get(_SOURCES) for x in (earlier, now)]
     try:
-        before, after = ([SourceSection.model_validate(x) for x in value[0]] for value in values)
+        old_sources, new_sources = (
+            [SourceSection.model_validate(x) for x in value[0]] for value in values
+        )
     except (ValueError, TypeError, LookupError):  # ValidationError is a ValueError
         return {}
-    return changed_shares(before, after)
+    return changed_shares(old_sources, new_sources)
 
 
 def _set(start: RunStart, key: str) -> tuple[str, str]:

@@ -146,8 +146,8 @@ class CostsFile:
         halves = tuple(b / 2 for b in wide["backward"])
         for name, other in (("input", "weight"), ("weight", "input")):
             if name not in wide:
-                rest = map(sub, wide["backward"], wide.get(other, halves))
-                wide[name] = tuple(max(x, 0.0) for x in rest)
+                differences = map(sub, wide["backward"], wide.get(other, halves))
+                wide[name] = tuple(max(x, 0.0) for x in differences)
         wide.setdefault("message", (0.0,) * num_stages)
         return StageCosts(**wide)
 

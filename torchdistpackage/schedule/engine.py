@@ -59,14 +59,14 @@ class TaskGraph:
         forwards, gradients = range(size), range(size, 2 * size)
         self.gives = [*forwards, *gradients, *range(2 * size, 3 * size), *gradients]
         # The last stage's backwards need its own forwards, all others need the next stage's.
-        after = [*range(size + m, 2 * size), *range(size - m, size)]
-        self.needs = [*repeat(-1, m), *range(size - m), *after, *repeat(-1, size), *after]
+        needed = [*range(size + m, 2 * size), *range(size - m, size)]
+        self.needs = [*repeat(-1, m), *range(size - m), *needed, *repeat(-1, size), *needed]
         self.delay = [0.0] * (3 * size)
         for stage in range(self.num_stages - 1):
             if placement[stage] != placement[stage + 1]:
                 message = self.costs.message[stage]
-                there, back = stage * m, size + (stage + 1) * m
-                self.delay[there : there + m] = self.delay[back : back + m] = [message] * m
+                forward, back = stage * m, size + (stage + 1) * m
+                self.delay[forward : forward + m] = self.delay[back : back + m] = [message] * m
         self.stages = [
             [s for s, rank in enumerate(placement) if rank == r] for r in range(self.num_ranks)
         ]

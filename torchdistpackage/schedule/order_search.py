@@ -235,8 +235,10 @@ def _changes(work: TaskGraph, order: Order) -> Iterator[Order]:
             split = [*program[:i], program[i] - size * (BACKWARD - INPUT), *program[i + 1 :]]
             changed += [[*split[:g], weight, *split[g:]] for g in times.gaps(rank, i)]
         if kind == WEIGHT:
-            rest = program[:i] + program[i + 1 :]
-            changed += [[*rest[: g - 1], program[i], *rest[g - 1 :]] for g in times.gaps(rank, i)]
+            others = program[:i] + program[i + 1 :]
+            changed += [
+                [*others[: g - 1], program[i], *others[g - 1 :]] for g in times.gaps(rank, i)
+            ]
             changed.append(_whole(work, program, i))
         for new in changed:
             if new is not None:

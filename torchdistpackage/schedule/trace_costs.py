@@ -137,13 +137,13 @@ def _link(quickest: dict[tuple[int, int], _Quickest], a: int, b: int) -> tuple[f
     With messages in one direction only, as in evaluation, it assumes that the clocks agree. If all
     messages of one direction were early, it assumes that those of the other took no time.
     """
-    there, back = quickest.get((a, b)), quickest.get((b, a))
-    if there is None or back is None:
-        only = there or back
+    forward, back = quickest.get((a, b)), quickest.get((b, a))
+    if forward is None or back is None:
+        only = forward or back
         return (0.0 if only is None else max(0.0, only.time_s)), 0.0
-    if there.early != back.early:
-        return 0.0, -back.time_s if there.early else there.time_s
-    return max(0.0, (there.time_s + back.time_s) / 2), (there.time_s - back.time_s) / 2
+    if forward.early != back.early:
+        return 0.0, -back.time_s if forward.early else forward.time_s
+    return max(0.0, (forward.time_s + back.time_s) / 2), (forward.time_s - back.time_s) / 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,9 +112,9 @@ class _GroupsAlone(Groups):
             self._made[key, use] = _group(self._rank, key, use)
         return self._made[key, use]
 
-    def prepare(self, wanted: Iterable[Creation]) -> None:
-        for one in wanted:
-            self.of(one.ranks)
+    def prepare(self, planned: Iterable[Creation]) -> None:
+        for creation in planned:
+            self.of(creation.ranks)
 
     def destroy(self) -> None:
         drop_states(*self._made.values())

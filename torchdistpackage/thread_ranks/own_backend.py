@@ -97,9 +97,9 @@ class OwnGroup(dist.ProcessGroup):
     def collective(self, call: Collective, is_async: bool) -> dist.Work:
         """Issue a collective."""
 
-    def _issue(self, opts, *parts, **how) -> dist.Work:
+    def _issue(self, opts, *parts, **options) -> dist.Work:
         """Issue a collective of these parts."""
-        return self.collective(Collective(*parts, **how), bool(getattr(opts, "asyncOp", False)))
+        return self.collective(Collective(*parts, **options), bool(getattr(opts, "asyncOp", False)))
 
     def _at(self, root: int, tensors: Tensors) -> list[Tensors]:
         """Return the tensors for the root alone."""

@@ -278,17 +278,17 @@ class Threads:
 @contextmanager
 def _callbacks_may_end() -> Iterator[None]:
     """Report no `LintEnded` that a callback of the interpreter has swallowed."""
-    before = sys.unraisablehook
+    previous_hook = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
         if unraisable.exc_type is not LintEnded:
-            before(unraisable)
+            previous_hook(unraisable)
 
     sys.unraisablehook = hook
     try:
         yield
     finally:
-        sys.unraisablehook = before
+        sys.unraisablehook = previous_hook
 
 
 class _Carried:
@@ -336,8 +336,8 @@ class _RankWorld:
 class _Worlds:
     """A replacement of torch's world in which every thread sees its own."""
 
-    def __init__(self, own: object):
-        object.__setattr__(self, "_own", own)
+    def __init__(self, world: object):
+        object.__setattr__(self, "_own", world)
         object.__setattr__(self, "_local", threading.local())
 
     def enter(self) -> None:

@@ -331,17 +331,17 @@ def _check_split(entries: Sequence[PendingOp]) -> None:
     """
     lists: list[tuple[int, ...]] = [entry.payload for entry in entries]  # type: ignore[misc]
     for first, ranks in zip(entries, lists, strict=True):
-        came = tuple(
+        members = tuple(
             e.rank for e, listed_ranks in zip(entries, lists, strict=True) if listed_ranks == ranks
         )
-        if missing := [rank for rank in ranks if rank not in came]:
+        if missing := [rank for rank in ranks if rank not in members]:
             other = entries[missing[0]]
             does = lists[other.rank]
             raise Disagreement(
                 first,
                 other,
                 f"in split {first.number} rank {first.rank} makes the group of ranks {ranks}, and "
-                f"rank {other.rank} {f'that of ranks {does}' if does else 'none'}: ranks {came} "
+                f"rank {other.rank} {f'that of ranks {does}' if does else 'none'}: ranks {members} "
                 f"alone get a communicator, and nothing says so",
             )
 

@@ -49,13 +49,13 @@ class ActivationOffload:
         """Return `forward(*args, **kwargs)`, a forward of `module`, and offload what it saves."""
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        before = None if self._last is None else self._last()
-        saved = _ModuleStorages(self, before, _stay(module, args, kwargs))
+        previous = None if self._last is None else self._last()
+        saved = _ModuleStorages(self, previous, _stay(module, args, kwargs))
         with saved_tensors_hooks(saved.pack, _unpack):
             output = forward(*args, **kwargs)
         saved.copy_to_host()
-        if before is not None:
-            before.free()
+        if previous is not None:
+            previous.free()
         self._last = ref(saved)
         return output
 
@@ -118,15 +118,15 @@ class _TensorInStorage:
 class _ModuleStorages:
     """The storages that one forward of a module saved, which autograd alone keeps alive.
 
-    before: that of the forward before, whose backward probably comes next. stay: storages that are
-    not offloaded.
+    previous: the storages of the forward before, whose backward probably comes next. stay:
+    storages that are not offloaded.
     """
 
     def __init__(
-        self, offload: ActivationOffload, before: "_ModuleStorages | None", stay: set[int]
+        self, offload: ActivationOffload, previous: "_ModuleStorages | None", stay: set[int]
     ) -> None:
         self._offload, self._stay = offload, stay
-        self._before = None if before is None else ref(before)
+        self._before = None if previous is None else ref(previous)
         self._by_key: dict[tuple[int, int], _StorageCopy] = {}
         """Tensors by storage and version, while the forward runs."""
         self._storages: Sequence[ReferenceType[_StorageCopy]] = ()
@@ -200,8 +200,8 @@ class _ModuleStorages:
     def bytes_of(self, storage: _StorageCopy) -> Tensor:
         """Return the bytes of a storage on the device, and begin to load the module before."""
         self.load()
-        if (before := None if self._before is None else self._before()) is not None:
-            before.load()
+        if (previous := None if self._before is None else self._before()) is not None:
+            previous.load()
         if storage.source is not None:
             return _bytes_of(storage.source)
         self._wait(self._loaded)

@@ -111,11 +111,11 @@ class NonFiniteOrigin:
     inputs_finite: bool = True
 
     def __str__(self) -> str:
-        came = "" if self.inputs_finite else "; its inputs were not finite already"
+        inputs_note = "" if self.inputs_finite else "; its inputs were not finite already"
         name = f"{self.module} ({self.kind})" if self.kind else self.module
         return (
             f"rank {self.rank}, step {self.step}: {self.what}{self.path} of {name} contains "
-            f"nan/inf{came}"
+            f"nan/inf{inputs_note}"
         )
 
 

@@ -119,9 +119,9 @@ class _ProfileRun:
                 call.infos[call.name] = {"fwd_time": 0.0, "fwd_mem": 0.0, "freed_mem": 0.0}
                 call.infos[call.name] |= {"num_calls": 0, "has_state": False}
             entry, saved = call.infos[call.name], call.saved
-            kept = self.saved.kept_bytes(saved) if self.device is None else call.grown
+            kept_bytes = self.saved.kept_bytes(saved) if self.device is None else call.grown
             entry["fwd_time"] += call.fwd_ms
-            entry["fwd_mem"] += kept / 1e6
+            entry["fwd_mem"] += kept_bytes / 1e6
             entry["freed_mem"] += self.saved.freed_bytes(saved) / 1e6
             entry["num_calls"] += 1
             entry["has_state"] |= call.changed
@@ -283,8 +283,8 @@ def _differentiated(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     inputs = (x for _, x in tensors_in((args, kwargs)))
     leaves = [x for x in (*model.parameters(), *inputs) if x.requires_grad]
     if roots and leaves:
-        ones = [torch.ones_like(x) for x in roots]
-        torch.autograd.grad(roots, leaves, ones, allow_unused=True)
+        unit_grads = [torch.ones_like(x) for x in roots]
+        torch.autograd.grad(roots, leaves, unit_grads, allow_unused=True)
 
 
 def take_shorter(infos: Infos, others: Infos) -> None:

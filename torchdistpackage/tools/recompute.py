@@ -108,8 +108,8 @@ def propose_recompute(
         )
     freed, time_ms, names = min(enough, key=lambda s: (s[1], -s[0]))
     chosen = set(_flat(names))
-    kept = (total - freed) / _MB_PER_GB
-    return RecomputePlan.of((name for name in profile if name in chosen), kept, time_ms)
+    kept_gb = (total - freed) / _MB_PER_GB
+    return RecomputePlan.of((name for name in profile if name in chosen), kept_gb, time_ms)
 
 
 _Set = tuple[float, float, Any]

@@ -166,10 +166,10 @@ def _spread(first: int, dims: tuple[tuple[int, int], ...]) -> Ranks:
 def _expand(first: int, dims: tuple[tuple[int, int], ...]) -> Ranks:
     if not dims:
         return range(first, first + 1)
-    (size, stride), rest = dims[0], dims[1:]
-    if not rest:
+    (size, stride), other_dims = dims[0], dims[1:]
+    if not other_dims:
         return range(first, first + size * stride, stride)
-    return tuple(r for i in range(size) for r in _expand(first + i * stride, rest))
+    return tuple(r for i in range(size) for r in _expand(first + i * stride, other_dims))
 
 
 BUSY = ("tensor", "context")

@@ -248,13 +248,13 @@ class TeacherLoss(DistillLoss):
 
     def _columns_of_model(self, outputs: Tensor) -> Tensor:
         """Return the teacher's logits of the columns that this rank of the model has."""
-        own, teacher = self._logits_of.group, self._teacher_logits_of
+        own_group, teacher = self._logits_of.group, self._teacher_logits_of
         if self._members is not None:
             return self._members.own_columns(teacher.own_columns(outputs), self._logits_of, teacher)
-        if (own is None) == (teacher.group is None):
+        if (own_group is None) == (teacher.group is None):
             return teacher.own_columns(outputs)
         logits = teacher.whole(outputs)
-        if own is None:
+        if own_group is None:
             return logits
-        first, number = vocab_range(logits.shape[-1], own)
+        first, number = vocab_range(logits.shape[-1], own_group)
         return logits[..., first : first + number].clone()  # the other columns are not needed

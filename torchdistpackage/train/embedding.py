@@ -80,14 +80,14 @@ class EmbeddingLoss(TaskLoss):
 
     def end_validation(self, group: Group) -> Mapping[str, float]:
         """Return how well anchors find their positives among all texts of the validation."""
-        kept, self._kept = self._kept or [], None
+        batches, self._kept = self._kept or [], None
 
         def metrics(ranks: list[object]) -> object:
-            parts = [x for own in cast(list[list[_Arrays]], ranks) for x in own]
+            parts = [x for of_rank in cast(list[list[_Arrays]], ranks) for x in of_rank]
             vectors, texts = (np.concatenate(x) for x in zip(*parts, strict=True))
             return retrieval_metrics(vectors, texts, self._rows)
 
-        return cast(dict[str, float], primitives.reduce_objects(kept, metrics, group))
+        return cast(dict[str, float], primitives.reduce_objects(batches, metrics, group))
 
     def loss_of_batch(
         self, model: StagedModel, executor: Executor, run: Run, batch: Microbatches

@@ -116,10 +116,10 @@ class JoinedWindows:
     def read(self, first: int, number: int) -> DataBatch:
         batches: list[DataBatch] = []
         for part in self._parts:
-            here = min(max(part.number - first, 0), number)
-            if here:
-                batches.append(part.read(first, here))
-            first, number = max(first - part.number, 0), number - here
+            count = min(max(part.number - first, 0), number)
+            if count:
+                batches.append(part.read(first, count))
+            first, number = max(first - part.number, 0), number - count
         return DataBatch(
             *(None if x[0] is None else torch.cat(x) for x in zip(*batches, strict=True))
         )

@@ -40,10 +40,10 @@ def finish(loop: Loop, loss: float, *, text: str | None, plot: bool) -> None:
                 print_line(f"  | {part}")
     picture = plot_loss(loop.folder / METRICS, in_nats=loop.log.in_nats) if plot else None
     has_weights = (loop.folder / CHECKPOINTS).is_dir()
-    kept = [RESOLVED, METRICS, *([f"{CHECKPOINTS}/"] if has_weights else []), "logs/"]
-    kept += [*loop.artifacts, *([PLOT] if picture else [])]
+    names = [RESOLVED, METRICS, *([f"{CHECKPOINTS}/"] if has_weights else []), "logs/"]
+    names += [*loop.artifacts, *([PLOT] if picture else [])]
     print_line(f"run folder {loop.folder}")
-    print_line(textwrap.indent(textwrap.fill(", ".join(kept), width), "  "))
+    print_line(textwrap.indent(textwrap.fill(", ".join(names), width), "  "))
     if not has_weights:
         print_line("no weights were saved; checkpoint.save_every keeps them")
     print_line(f"next: tdp report {loop.folder}")
@@ -52,10 +52,10 @@ def finish(loop: Loop, loss: float, *, text: str | None, plot: bool) -> None:
 def ended_line(folder: Path, step: int, decision: Decision) -> str:
     """Return what rank 0 says of a run that was stopped, whose last save may have failed
     (`checkpoint.on_error: continue`)."""
-    done = "saved and ended"
+    outcome = "saved and ended"
     if not (folder / CHECKPOINTS / folder_name(step)).is_dir():
-        done = f"ended without a checkpoint of step {step},"
-    return f"{done} {decision.reason} [{decision.word}]"
+        outcome = f"ended without a checkpoint of step {step},"
+    return f"{outcome} {decision.reason} [{decision.word}]"
 
 
 def sample_text(loop: Loop, num_tokens: int) -> str:

@@ -226,8 +226,8 @@ def next_token(logits: Tensor, sampling: Sampling, draw: torch.Generator) -> int
         return _NO_NUMBER
     if sampling.temperature == 0:
         return int(logits.argmax())
-    kept, ids = (logits / sampling.temperature).sort(descending=True, stable=True)
-    chances = kept[: sampling.top_k].softmax(0)
+    logits_left, ids = (logits / sampling.temperature).sort(descending=True, stable=True)
+    chances = logits_left[: sampling.top_k].softmax(0)
     if sampling.top_p is not None:
         mass_before = chances.cumsum(0) - chances
         chances = chances[mass_before < sampling.top_p]

@@ -99,8 +99,8 @@ class HeadLoss(TaskLoss):
 
     def end_validation(self, group: Group) -> Mapping[str, float]:
         """See `TaskLoss`."""
-        kept, self._kept = self._kept or [], None
-        own = tuple(np.concatenate(x) for x in zip(*kept, strict=True)) if kept else None
+        batches, self._kept = self._kept or [], None
+        arrays = tuple(np.concatenate(x) for x in zip(*batches, strict=True)) if batches else None
 
         def metrics(ranks: list[object]) -> object:
             parts = [cast(tuple[Array, Array], x) for x in ranks if x is not None]
@@ -109,7 +109,7 @@ class HeadLoss(TaskLoss):
             outputs, labels = (np.concatenate(x) for x in zip(*parts, strict=True))
             return self._metrics(outputs, labels)
 
-        return cast(dict[str, float], primitives.reduce_objects(own, metrics, group))
+        return cast(dict[str, float], primitives.reduce_objects(arrays, metrics, group))
 
     def _metrics(self, outputs: Array, labels: Array) -> dict[str, float]:
         """Return the metrics of all samples of a validation."""
@@ -222,10 +222,10 @@ class RewardLoss(HeadLoss):
     shown = ("accuracy", "margin")
 
     def _loss(self, outputs: Tensor, targets: Tensor, tells: bool) -> tuple[Tensor, Tensor]:
-        there = targets != IGNORE
-        rewards = torch.where(there, outputs.squeeze(-1), 0.0).sum(1)
-        margins = torch.where(there, targets, 0).sum(1).view(torch.float64).to(rewards)
-        numbers = torch.stack([rewards, margins, there.sum(1).to(rewards)])
+        is_scored = targets != IGNORE
+        rewards = torch.where(is_scored, outputs.squeeze(-1), 0.0).sum(1)
+        margins = torch.where(is_scored, targets, 0).sum(1).view(torch.float64).to(rewards)
+        numbers = torch.stack([rewards, margins, is_scored.sum(1).to(rewards)])
         rewards, margins, number = summed_over(self._context, numbers).unbind()
         counts = number[::2] > 0
         chosen, rejected = rewards[::2], rewards[1::2]

@@ -55,8 +55,8 @@ def areas(logits: npt.NDArray, labels: npt.NDArray) -> dict[str, float]:
     shares = np.exp(odds) / np.exp(odds).sum(1, keepdims=True)
     classes = (1,) if logits.shape[1] == 2 else range(logits.shape[1])
     values = [area_under_curve(shares[:, k], labels == k) for k in classes]
-    known = [x for x in values if x is not None]
-    return {"auc": float(np.mean(known))} if len(known) == len(values) else {}
+    defined = [x for x in values if x is not None]
+    return {"auc": float(np.mean(defined))} if len(defined) == len(values) else {}
 
 
 def area_under_curve(scores: npt.NDArray, positive: npt.NDArray) -> float | None:

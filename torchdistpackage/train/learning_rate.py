@@ -53,8 +53,8 @@ def warmup_cosine(step: int, *, warmup_steps: int, num_steps: int, min_ratio: fl
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     length = max(num_steps - 1 - warmup_steps, 1)
-    done = min((step - warmup_steps) / length, 1.0)
-    return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * done))
+    progress = min((step - warmup_steps) / length, 1.0)
+    return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def _transformers(name: str, lr: float, warmup: int, num_steps: int, arguments: dict) -> Factor:
@@ -62,8 +62,8 @@ def _transformers(name: str, lr: float, warmup: int, num_steps: int, arguments: 
         return lambda step: 1.0
     if name == "warmup_stable_decay":
         return _stable(warmup, num_steps, **arguments)
-    after = _AFTER_WARMUP[name](lr=lr, warmup=warmup, num_steps=num_steps, **arguments)
-    return lambda step: step / max(1, warmup) if step < warmup else after(step)
+    schedule = _AFTER_WARMUP[name](lr=lr, warmup=warmup, num_steps=num_steps, **arguments)
+    return lambda step: step / max(1, warmup) if step < warmup else schedule(step)
 
 
 def _done(step: int, warmup: int, num_steps: int) -> float:
@@ -71,8 +71,8 @@ def _done(step: int, warmup: int, num_steps: int) -> float:
     return (step - warmup) / max(1, num_steps - warmup)
 
 
-def _wave(done: float, num_cycles: float) -> float:
-    return 0.5 * (1 + math.cos(math.pi * num_cycles * 2 * done))
+def _wave(progress: float, num_cycles: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * num_cycles * 2 * progress))
 
 
 def _stays(**_: Any) -> Factor:
@@ -89,8 +89,8 @@ def _cosine(*, warmup: int, num_steps: int, num_cycles: float = 0.5, **_: Any) -
 
 def _restarts(*, warmup: int, num_steps: int, num_cycles: float = 1, **_: Any) -> Factor:
     def factor(step: int) -> float:
-        done = _done(step, warmup, num_steps)
-        return 0.0 if done >= 1 else max(0.0, _wave(num_cycles * done % 1, 0.5))
+        progress = _done(step, warmup, num_steps)
+        return 0.0 if progress >= 1 else max(0.0, _wave(num_cycles * progress % 1, 0.5))
 
     return factor
 
@@ -156,22 +156,22 @@ def _stable(
 
     def factor(step: int) -> float:
         if step < warmup:
-            done = step / max(1, warmup)
+            progress = step / max(1, warmup)
             risen = {
-                "linear": lambda: done,
-                "cosine": lambda: 0.5 * (1 - math.cos(math.pi * done)),
-                "1-sqrt": lambda: 1 - math.sqrt(1 - done),
+                "linear": lambda: progress,
+                "cosine": lambda: 0.5 * (1 - math.cos(math.pi * progress)),
+                "1-sqrt": lambda: 1 - math.sqrt(1 - progress),
             }[warmup_type]()
             return max(0.0, risen * (1 - min_lr_ratio) + min_lr_ratio)
         if step < warmup + stable:
             return 1.0
         if step >= warmup + stable + num_decay_steps:
             return min_lr_ratio
-        done = (step - warmup - stable) / max(1, num_decay_steps)
+        progress = (step - warmup - stable) / max(1, num_decay_steps)
         remaining = {
-            "linear": lambda: 1 - done,
-            "cosine": lambda: _wave(done, num_cycles),
-            "1-sqrt": lambda: 1 - math.sqrt(done),
+            "linear": lambda: 1 - progress,
+            "cosine": lambda: _wave(progress, num_cycles),
+            "1-sqrt": lambda: 1 - math.sqrt(progress),
         }[decay_type]()
         return max(0.0, remaining * (1 - min_lr_ratio) + min_lr_ratio)
 

@@ -77,10 +77,10 @@ class HarnessModel(TemplateLM):
         try:
             return self._template.before_reply(chat_history, "a prompt", continues_last=continues)
         except DataError:
-            kept = [message for message in chat_history if message["role"] != "system"]
-            if len(kept) == len(chat_history):
+            messages = [message for message in chat_history if message["role"] != "system"]
+            if len(messages) == len(chat_history):
                 raise
-            text = self._template.before_reply(kept, "a prompt", continues_last=continues)
+            text = self._template.before_reply(messages, "a prompt", continues_last=continues)
         if not self._leaves_out_system:
             print_line("note: the chat template takes no message of the system; it is left out")
         self._leaves_out_system = True
@@ -161,13 +161,13 @@ class HarnessModel(TemplateLM):
                 f"until, max_gen_toks, {', '.join(sorted(_SAMPLING_KEYS))}"
             )
         temperature = float(options.get("temperature") or 0.0) if options["do_sample"] else 0.0
-        kept = {key: options.get(key) for key in ("top_k", "top_p") if temperature}
+        filters = {key: options.get(key) for key in ("top_k", "top_p") if temperature}
         # as HFLM does it: the last tokens that leave room for the new ones
         prompts = [tuple(self.tok_encode(text)[-(window - number) :]) for text in contexts]
         if not all(prompts):
             raise DataError("a prompt has no token; the tokenizer gives none for its text")
         ends = tuple(end for end in until if end)
-        return TextCall(tuple(prompts), ends, number, Sampling(temperature, **kept))
+        return TextCall(tuple(prompts), ends, number, Sampling(temperature, **filters))
 
 
 def evaluate_tasks(ranks: HarnessRanks) -> tuple[dict[str, Any], str]:
@@ -202,12 +202,12 @@ def unknown_tasks(names: Iterable[str], include_path: str | None) -> tuple[list[
     """Return the names that no task has, and whether one has to be looked for among lm-eval's own
     tasks, whose index takes seconds to read.
     """
-    left = list(names)
+    unmatched = list(names)
     for with_defaults in (False, True):
-        if not left or (include_path is None and not with_defaults):
+        if not unmatched or (include_path is None and not with_defaults):
             continue
         manager = TaskManager(include_path=include_path, include_defaults=with_defaults)
-        left = [name for name in left if not manager.match_tasks([name])]
-        if not left:
+        unmatched = [name for name in unmatched if not manager.match_tasks([name])]
+        if not unmatched:
             return [], with_defaults
-    return left, True
+    return unmatched, True

@@ -182,21 +182,23 @@ class StepLog:
         )
 
     @contextmanager
-    def opened(self, done: int) -> Iterator[None]:
-        """Open the files. done: steps that earlier starts of the run completed."""
+    def opened(self, steps_done: int) -> Iterator[None]:
+        """Open the files. steps_done: steps that earlier starts of the run completed."""
         if not self._is_main:
             yield
             return
         total = self._total
         self._bar = ProgressDisplay(
-            total, every=self.every, stream=sys.stdout, done=done, unit=self.unit
+            total, every=self.every, stream=sys.stdout, done=steps_done, unit=self.unit
         )
-        rows = MetricsLog(self._folder, resume_step=done)
+        rows = MetricsLog(self._folder, resume_step=steps_done)
         with self._bar, rows as self._metrics:
             rows.say = self._bar.say if self.goes_on else None
-            if done:
-                remaining = f"{total - done} to go" if done < total else "nothing left to train"
-                self._bar.say(f"resumed after step {done} of {total}; {remaining}")
+            if steps_done:
+                remaining = (
+                    f"{total - steps_done} to go" if steps_done < total else "nothing left to train"
+                )
+                self._bar.say(f"resumed after step {steps_done} of {total}; {remaining}")
             if rows.missing:
                 note = f"note: {rows.path.name} has no row of {rows.missing}: it was cut or removed"
                 self._bar.say(fill(f"{note}, or the checkpoint comes from elsewhere", _COLUMNS))

@@ -98,7 +98,7 @@ def _top_k_of(
     ids = torch.zeros(shape, dtype=torch.int32, device=model.device)
     log_probs = torch.zeros(shape, dtype=getattr(torch, size.dtype), device=model.device)
     spans = model.sequence.ranges(size.seq_len)
-    own = torch.cat([torch.arange(x.start, x.stop) for x in spans]).to(model.device)
+    own_positions = torch.cat([torch.arange(x.start, x.stop) for x in spans]).to(model.device)
     assert model.plan.shape is not None
     vocab = model.plan.shape.vocab
 
@@ -108,7 +108,10 @@ def _top_k_of(
         if model.tells_loss:
             begin = first_row + m * len(values)
             at = slice(begin, begin + len(values))
-            log_probs[at, own], ids[at, own] = values.to(log_probs), tokens.to(ids)
+            log_probs[at, own_positions], ids[at, own_positions] = (
+                values.to(log_probs),
+                tokens.to(ids),
+            )
         return torch.zeros((), device=targets.device), torch.zeros((), device=targets.device)
 
     inputs, targets, positions = batch
@@ -145,8 +148,8 @@ class LogitsFileLoss(DistillLoss):
 
     def begin_round(self, split: Split, number: int, index: int) -> None:
         """See `TaskLoss`."""
-        before = (number - 1) * self._global_batch + index * self._num_data * self._per_round
-        self._begin = before + tpc.get_dp_rank() * self._per_round
+        num_before = (number - 1) * self._global_batch + index * self._num_data * self._per_round
+        self._begin = num_before + tpc.get_dp_rank() * self._per_round
 
     def divergence_of(self, batch: Microbatches) -> DivergenceOf:
         """Return the divergence of the samples of the round that began; see `DistillLoss`."""

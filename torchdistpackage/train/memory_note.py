@@ -87,9 +87,9 @@ def actual_bytes(trainer: Trainer) -> dict[str, int]:
 def _predicted(plan: Plan, rank: int, *, on_gpu: bool) -> dict[str, float]:
     """Return the predicted bytes under the kinds that a rank can count."""
     if needs_trace(plan):
-        place = plan.topology.dense.coord(rank)["pipe"]
-        found = traced(plan, (0, place) if place else (0,))
-        plan = plan if isinstance(found, str) else found
+        pipe_index = plan.topology.dense.coord(rank)["pipe"]
+        trace = traced(plan, (0, pipe_index) if pipe_index else (0,))
+        plan = plan if isinstance(trace, str) else trace
     if not plan.layouts:
         return {}
     if unpredicted_memory(plan) is not None:

@@ -43,10 +43,10 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self._looked_s = 0.0
         self._waiting = deque[str](maxlen=_HELD)
         self._is_failing = False
-        kept = [row for row in read_metrics(self.path) if row["step"] <= resume_step]
-        self.missing = _missing([row["step"] for row in kept], resume_step)
-        self._last = kept[-1]["step"] if kept else 0
-        self._replace(kept)
+        rows = [row for row in read_metrics(self.path) if row["step"] <= resume_step]
+        self.missing = _missing([row["step"] for row in rows], resume_step)
+        self._last = rows[-1]["step"] if rows else 0
+        self._replace(rows)
 
     def write(self, step: int, **values: object) -> None:
         """Add the row of a step and hand it to the system; not finite numbers become null.
@@ -113,10 +113,10 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         """Raise DataError if the file was removed: writes to a deleted file succeed silently."""
         self._looked_s = time.monotonic()
         try:
-            there = os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
+            is_same = os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
         except FileNotFoundError:
-            there = False
-        if not there:
+            is_same = False
+        if not is_same:
             raise DataError(
                 f"{self.path} was removed or replaced while the run wrote to it, so its folder has "
                 f"no rows, logs or checkpoints of this run; nothing more is written. Start it "

@@ -54,7 +54,7 @@ def explain(trainer: Trainer, issued: PendingStep) -> str:
     over the entire run.
     """
     finite = issued.norms.isfinite().tolist()
-    after = [n for n, ok in zip(issued.names, finite, strict=True) if not ok]
+    later = [n for n, ok in zip(issued.names, finite, strict=True) if not ok]
     probe, layouts = _ForwardProbe(trainer), trainer.layouts
     # what the repetition draws is not drawn again by the run
     with keep_random_states(trainer.device):
@@ -76,7 +76,7 @@ def explain(trainer: Trainer, issued: PendingStep) -> str:
     stage_of = {layout.name: int(name.partition(".")[0]) for name, layout in layouts.items()}
     grads, summed = (
         NonFiniteGrads(stage_of[names[-1]], names[-1], len(names)) if names else None
-        for names in (own_grads, after)
+        for names in (own_grads, later)
     )
     report = NonFiniteReport(trainer.rank, probe.first, grads, summed)
     words = primitives.reduce_objects(

@@ -67,14 +67,14 @@ def make_optimizer(
     inner = [p for p in matrices if not is_table[id(p)]]
     outer = [p for p in matrices if is_table[id(p)]]
     if spec.takes == "blocks":
-        muon_groups, rest = _groups(inner, vectors), _groups(outer)
+        muon_groups, other_groups = _groups(inner, vectors), _groups(outer)
     else:
         by_parameter = {id(p): layouts[name] for name, p in named if name in layouts}
         flat = [p for p in inner if not _is_matrix(p, by_parameter.get(id(p)))]
-        left = set(map(id, flat))
-        muon_groups = _groups([p for p in inner if id(p) not in left])
-        rest = _groups([*outer, *flat], vectors)
-    parts = ((make, muon_groups), (adamw, rest))
+        unassigned = set(map(id, flat))
+        muon_groups = _groups([p for p in inner if id(p) not in unassigned])
+        other_groups = _groups([*outer, *flat], vectors)
+    parts = ((make, muon_groups), (adamw, other_groups))
     return JointOptimizer(*(make(groups, section) for make, groups in parts if groups))
 
 

@@ -158,8 +158,8 @@ def _changed(feature: ComparedOption, ranks: Ranks) -> ParityFinding | None:
     # rounds are fed other parts of the samples of a step
     having = [replace(record, inputs=[]) for record in having]
     finding = first_difference(without[0], having, {feature.name: 1})
-    told = ("", "uneven means", "order of data", "auxiliary loss", "scaled loss")
-    if finding is None or finding.kind in told:
+    kinds = ("", "uneven means", "order of data", "auxiliary loss", "scaled loss")
+    if finding is None or finding.kind in kinds:
         return finding
     kind = _CHANGES[feature.name]
     return replace(finding, kind=kind, cause=CAUSES[kind])

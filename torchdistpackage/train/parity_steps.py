@@ -166,8 +166,8 @@ def _take_mean(record: ParityRecord, tokens: int) -> None:
 
 def _fill_vectors(trainer: Trainer) -> None:
     """Give vectors that begin at zero, as biases do, a value: zero added twice is right."""
-    here = TopologyRank(tpc.topology, trainer.rank)
-    for saved in saved_tensors(trainer.saved(), here, trainer.optimizer):
+    rank_here = TopologyRank(tpc.topology, trainer.rank)
+    for saved in saved_tensors(trainer.saved(), rank_here, trainer.optimizer):
         if len(saved.shape) == 1 and not saved.is_buffer and STATE not in saved.name:
             for _, part in saved.parts:
                 if not bool(part.any()):
@@ -179,8 +179,8 @@ def _fill_vectors(trainer: Trainer) -> None:
 def _scale(trainer: Trainer, summed: Mapping[Tensor, Tensor]) -> float | None:
     """Return what the update has multiplied the gradients by; None: there are none any more."""
     pairs = [(x.grad, grad) for x, grad in summed.items() if x.grad is not None]
-    power = sum(float(before.square().sum()) for _, before in pairs)
-    return sum(float((now * before).sum()) for now, before in pairs) / power if power else None
+    power = sum(float(gradient.square().sum()) for _, gradient in pairs)
+    return sum(float((now * gradient).sum()) for now, gradient in pairs) / power if power else None
 
 
 def _note_gradients(trainer: Trainer, record: ParityRecord, summed: dict[Tensor, Tensor]) -> None:
@@ -188,20 +188,20 @@ def _note_gradients(trainer: Trainer, record: ParityRecord, summed: dict[Tensor,
 
     summed: gets them by the tensor that holds each.
     """
-    for held in trainer.update.holders:
-        if held.grad is not None:
-            summed[held] = held.grad.detach().clone()
+    for holder in trainer.update.holders:
+        if holder.grad is not None:
+            summed[holder] = holder.grad.detach().clone()
     if not isinstance(trainer.optimizer, ShardedOptimizer):
         now = _weights(trainer)
         record.moved = [n for n, x in record.initial.items() if not torch.equal(x, now[n])]
     if isinstance(trainer.optimizer, ShardedOptimizer):
-        here = TopologyRank(tpc.topology, trainer.rank)
+        rank_here = TopologyRank(tpc.topology, trainer.rank)
         layouts = {p: trainer.layouts[n] for n, p in trainer.stage.named_parameters()}
         for shard in trainer.optimizer.shards:
             if (grad := shard.tensor.grad) is not None:
                 layout = layouts[shard.parameter]
                 boxes = record.placed_grads.setdefault(layout.name, [])
-                parts = here.sliced(layout, shard, grad).parts
+                parts = rank_here.sliced(layout, shard, grad).parts
                 boxes += [(box, x.detach().clone()) for box, x in parts]
         return
     record.grads = _grads(trainer)
@@ -248,8 +248,8 @@ class _TrainerRun:
 
         batches.of_training = fed
         if masks is not None:
-            kept = dropout_masks(self._trainer.stage, call)
-            masks |= {name.partition(".")[2]: mask for name, mask in kept.items()}
+            dropout_of_call = dropout_masks(self._trainer.stage, call)
+            masks |= {name.partition(".")[2]: mask for name, mask in dropout_of_call.items()}
         if not results:
             call()
         batches.of_training = make_batch
@@ -274,9 +274,9 @@ def _placed(trainer: Trainer) -> Placed:
     """Return copies of what a checkpoint holds of this rank, in global coordinates."""
     if isinstance(trainer.optimizer, ShardedOptimizer):
         trainer.optimizer.finish()
-    here = TopologyRank(tpc.topology, trainer.rank)
+    rank_here = TopologyRank(tpc.topology, trainer.rank)
     tensors: Placed = {}
-    for saved in saved_tensors(trainer.saved(), here, trainer.optimizer):
+    for saved in saved_tensors(trainer.saved(), rank_here, trainer.optimizer):
         boxes = tensors.setdefault(saved.name, [])
         boxes += [(box, x.detach().clone()) for box, x in saved.parts]
     return tensors

@@ -69,7 +69,7 @@ def log_probs_of(model: StagedModel, data: PreferenceDataset, timeout_s: float |
     total, per_rank = windows.number, number * size
     batch = batches_of(windows.part(model.sequence.ranges(data.seq_len)), index, num_data, per_rank)
     rows_dim = getattr(next(iter(model.stage.children())), "rows_dim", 0)
-    found = torch.zeros(total, dtype=torch.float64, device=model.device)
+    log_probs = torch.zeros(total, dtype=torch.float64, device=model.device)
     model.stage.eval()
     for b in range(-(-total // (num_data * per_rank))):
         inputs, targets, positions = model.microbatches(batch(b))
@@ -82,14 +82,14 @@ def log_probs_of(model: StagedModel, data: PreferenceDataset, timeout_s: float |
             if model.tells_loss and context.rank() == 0:
                 begin = min(first + m * size, total)
                 end = min(begin + size, total)
-                found[begin:end] = sums[: end - begin].detach().to(found)
+                log_probs[begin:end] = sums[: end - begin].detach().to(log_probs)
             return sums.sum(), sums.new_zeros(())
 
         unused = totals_on(model.device)
         executor.run(
             model.forward_and_loss(executor, inputs, targets, unused, positions, loss=keep)
         )
-    return primitives.all_reduce(found, tpc.get_group("global"))
+    return primitives.all_reduce(log_probs, tpc.get_group("global"))
 
 
 def write_reference(
@@ -100,13 +100,13 @@ def write_reference(
     timeout_s: float | None,
 ) -> dict[str, int]:
     """Write the file, on rank 0, with a header of `identity`; return the rows of its tensors."""
-    found = {n: log_probs_of(model, x, timeout_s) for n, x in datasets_of(source).items()}
+    log_probs = {n: log_probs_of(model, x, timeout_s) for n, x in datasets_of(source).items()}
     if model.rank == 0:
         metadata = {HEADER: json.dumps(dict(header))}
         temporary = path.with_name(f".{path.name}.part")
-        save_file({name: x.cpu() for name, x in found.items()}, temporary, metadata=metadata)
+        save_file({name: x.cpu() for name, x in log_probs.items()}, temporary, metadata=metadata)
         temporary.replace(path)
-    return {name: len(x) for name, x in found.items()}
+    return {name: len(x) for name, x in log_probs.items()}
 
 
 class CachedReference:

@@ -76,13 +76,13 @@ class ReplicaCheck(Callback):
             texts = _of_all_ranks([str(difference) for difference in differences])
         if not texts:
             return
-        said = f"step {result.step}: {_text(texts)}; the values are in {folder}"
+        message = f"step {result.step}: {_text(texts)}; the values are in {folder}"
         if not self._goes_on:
             raise CommError(
-                f"{said}; go back to a checkpoint, and look for faulty memory there or a missed "
+                f"{message}; go back to a checkpoint, and look for faulty memory there or a missed "
                 f"reduction or broadcast; train.on_replicas_differ=continue goes on"
             )
-        loop.log.note(f"warning: {said}; training goes on (train.on_replicas_differ: continue)")
+        loop.log.note(f"warning: {message}; training goes on (train.on_replicas_differ: continue)")
 
     def __call__(self) -> None:
         differences = find_differences(self._replicas()) + find_shard_differences(self._shards())
@@ -104,10 +104,10 @@ class ReplicaCheck(Callback):
                 sharded = {m.spec.parameter for m in members}
             else:
                 optimizer.finish()
-        held = dict(trainer.stage.named_parameters()) | {
+        tensors = dict(trainer.stage.named_parameters()) | {
             name: tensor for name, (tensor, _) in trainer.saved().items()
         }
-        for name, tensor in held.items():
+        for name, tensor in tensors.items():
             if tensor in sharded:
                 continue
             group = tpc.groups.of(self._ranks[name])
@@ -133,12 +133,12 @@ class ReplicaCheck(Callback):
         trainer, optimizer = self._trainer, self._trainer.optimizer
         if not trainer.plan.zero:
             return []
-        held: Sequence[ParamShard] = ()
+        param_shards: Sequence[ParamShard] = ()
         if isinstance(optimizer, ShardedOptimizer):
-            held = optimizer.shards
-        by_parameter: dict[Tensor, ParamShard] = {x.parameter: x for x in held}
-        here = sorted({key for x in held for key, _ in self._state(x)})
-        keys = sorted(_of_all_ranks(here))
+            param_shards = optimizer.shards
+        by_parameter: dict[Tensor, ParamShard] = {x.parameter: x for x in param_shards}
+        local_keys = sorted({key for x in param_shards for key, _ in self._state(x)})
+        keys = sorted(_of_all_ranks(local_keys))
         shards: list[ReplicatedShard] = []
         for name, parameter in trainer.stage.named_parameters():
             if not parameter.requires_grad:

@@ -94,17 +94,17 @@ def _trace(plan: Plan, places: Sequence[int]) -> tuple[dict[int, TracedStage], d
         return ranks, [_run(plan, ranks, _times(sample, n)) for n in (num, 2 * num)]
 
     with FakeTensorMode(allow_non_fake_inputs=True), _stand_ins(plan):
-        ranks, found = run(_ALIKE)
+        ranks, traces = run(_ALIKE)
         left_out = {stage: n for rank in ranks for stage, n in rank.left_out.items()}
         if any(left_out.values()):
             longer = run(_ALIKE + 1)[1]
-            found = [
+            traces = [
                 {stage: x.toward(more[stage], left_out[stage]) for stage, x in bytes_of.items()}
-                for bytes_of, more in zip(found, longer, strict=True)
+                for bytes_of, more in zip(traces, longer, strict=True)
             ]
-    one, two = found
+    shorter, two = traces
     rows = num * plan.config.data.seq_len // plan.topology.dense.axis_size("context")
-    stages = {stage: TracedStage(one[stage], two[stage], rows) for stage in one}
+    stages = {stage: TracedStage(shorter[stage], two[stage], rows) for stage in shorter}
     if plan.model is not None:
         return stages, {}
     return stages, {name: x for rank in ranks for name, x in rank.model.layouts.items()}
@@ -148,15 +148,15 @@ class _Rank:
         stage, layouts, loss = make_stages(plan, index, _HOST, sequence)
         for module in stage.children():
             if getattr(module, "to_pack", {}):
-                mesh, place = mesh_index_of(tpc.get_group("tensor"), "tensor")
-                read_packed(module, mesh, place, _HOST, lambda *_: None)
+                mesh, tensor_index = mesh_index_of(tpc.get_group("tensor"), "tensor")
+                read_packed(module, mesh, tensor_index, _HOST, lambda *_: None)
         left_out = {int(name): _shorten(x, most) for name, x in stage.named_children()}
         autocast = torch.bfloat16 if config.precision.dtype == "bf16" else None
         model = StagedModel(plan, rank, _HOST, stage, layouts, loss, autocast, sequence)
 
         # a reference has no weights to read or to draw either
-        def made(of: Plan, device: torch.device, own: SequenceAttention) -> Any:
-            reference, *others = make_stages(of, index, device, own)
+        def made(of: Plan, device: torch.device, sequence: SequenceAttention) -> Any:
+            reference, *others = make_stages(of, index, device, sequence)
             for module in reference.children():
                 _shorten(module, most)
             return reference, *others
@@ -166,15 +166,15 @@ class _Rank:
         if config.train.recompute == "blocks":
             recompute_blocks(stage)
         stage.train()
-        kept: list[Tensor] = []
+        saved: list[Tensor] = []
         of_task = () if task is None else vars(task).values()
         modules = [stage, *(x.stage for x in of_task if isinstance(x, StagedModel))]
         for module in modules:
             for p in module.parameters():
                 p.grad = torch.zeros_like(p) if p.requires_grad else None
-                kept += [p] if p.grad is None else [p, p.grad]
-            kept += module.buffers()
-        return cls(model, task, {s._cdata for s in storages_of(kept)}, left_out)
+                saved += [p] if p.grad is None else [p, p.grad]
+            saved += module.buffers()
+        return cls(model, task, {s._cdata for s in storages_of(saved)}, left_out)
 
 
 def _shorten(module: nn.Module, most: int) -> int:
@@ -199,13 +199,13 @@ def _shorten(module: nn.Module, most: int) -> int:
 def _run(plan: Plan, ranks: Sequence[_Rank], sample: _Sample) -> dict[int, TracedBytes]:
     """Run the stages in order, each on what the one before hands on; stages that are left out hand
     on what the first does."""
-    found: dict[int, TracedBytes] = {}
+    traces: dict[int, TracedBytes] = {}
     received: Message = None
     rank_of = {s: x for x in ranks for s in map(int, x.model.stage._modules)}
     for stage in sorted(rank_of):
-        found[stage], output = _run_stage(plan, rank_of[stage], stage, received, sample)
+        traces[stage], output = _run_stage(plan, rank_of[stage], stage, received, sample)
         received = received if output is None else output
-    return found
+    return traces
 
 
 def _run_stage(
@@ -238,26 +238,26 @@ def _run_stage(
         if roots:  # none before the first adapter
             torch.autograd.backward(roots, seeds)
         backward = sum(held(live.at_peak).values())
-    kept = held(at_end)
-    loss = _loss_bytes(plan, kept, len(inputs) * inputs.shape[1]) if is_last else 0
+    kept_bytes = held(at_end)
+    loss = _loss_bytes(plan, kept_bytes, len(inputs) * inputs.shape[1]) if is_last else 0
     stream = 0 if is_last else sum(each.nbytes for each in members)
-    total = sum(kept.values())
-    found = TracedBytes(total - loss, loss, max(most, total), max(backward, total), stream)
-    return found, None if is_last else map_tensors(y, Tensor.detach)
+    total = sum(kept_bytes.values())
+    bytes_of_stage = TracedBytes(total - loss, loss, max(most, total), max(backward, total), stream)
+    return bytes_of_stage, None if is_last else map_tensors(y, Tensor.detach)
 
 
 def _leaf(x: Tensor) -> Tensor:
     return torch.empty_like(x, requires_grad=x.is_floating_point())
 
 
-def _loss_bytes(plan: Plan, kept: dict[int, int], rows: int) -> int:
+def _loss_bytes(plan: Plan, kept_bytes: dict[int, int], rows: int) -> int:
     """Return the bytes of kept tensors that are as large as logits are."""
     if plan.shape is None:
         return 0
     shares = {1, plan.topology.dense.axis_size("tensor")}
     elements = {rows * n for t in shares for n in even_sizes(plan.shape.vocab, t)}
     sizes = {item * n for n in elements for item in (2, 4, 8)}
-    return sum(n for n in kept.values() if n in sizes)
+    return sum(n for n in kept_bytes.values() if n in sizes)
 
 
 def _forward(rank: _Rank, stage: int, x: Message, batch: Microbatches) -> Callable[[], Message]:
@@ -321,8 +321,8 @@ def _moved(module: Any, *_: object, dtype: torch.dtype, **__: object) -> Any:
     for part in module.modules():
         for name, p in part._parameters.items():
             if p is not None and p.is_floating_point() and p.dtype != dtype:
-                made = nn.Parameter(p.detach().to(dtype), p.requires_grad)
-                part._parameters[name] = converted.setdefault(p, made)
+                moved = nn.Parameter(p.detach().to(dtype), p.requires_grad)
+                part._parameters[name] = converted.setdefault(p, moved)
     return module
 
 

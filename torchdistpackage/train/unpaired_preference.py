@@ -92,25 +92,25 @@ class UnpairedLoss(PreferenceLoss):
         ]
 
         def log_probs_of(of: StagedModel, side: int) -> dict[int, tuple[Tensor, Tensor]]:
-            kept: dict[int, tuple[Tensor, Tensor]] = {}
+            log_probs: dict[int, tuple[Tensor, Tensor]] = {}
 
             def keep(outputs: Tensor, targets: Tensor, m: int) -> tuple[Tensor, Tensor]:
-                kept[m] = self._log_probs(model.loss, outputs, targets)
-                return kept[m][0].sum(), kept[m][0].new_zeros(())
+                log_probs[m] = self._log_probs(model.loss, outputs, targets)
+                return log_probs[m][0].sum(), log_probs[m][0].new_zeros(())
 
             unused = totals_on(model.device)
             run(of.forward_and_loss(executor, *sides[side], unused, loss=keep))
-            return kept
+            return log_probs
 
         with self._frozen(model) as frozen:
             facts.reference = {m: x for m, (x, _) in log_probs_of(frozen, 0).items()}
-            before = log_probs_of(frozen, 1)
+            reference = log_probs_of(frozen, 1)
         with in_eval(model.stage):
             now = log_probs_of(model, 1)
         if model.has_last:
             moved = [
                 torch.stack([((now[m][0] - x) * (n > 0)).sum(), (n > 0).sum().to(x)])
-                for m, (x, n) in before.items()
+                for m, (x, n) in reference.items()
             ]
             total = primitives.all_reduce(
                 # float64, so that the sum does not depend on how the batch is shared

@@ -111,9 +111,9 @@ class Update:
         norms = grad_norms(grads, 2.0, self._device)
         self.names, counts = self._names, self._counts
         if len(grads) < len(counts):
-            there = [i for i, x in enumerate(self.holders) if x.grad is not None]
-            self.names = [self._names[i] for i in there]
-            counts = torch.stack([counts[i] for i in there])
+            with_grad = [i for i, x in enumerate(self.holders) if x.grad is not None]
+            self.names = [self._names[i] for i in with_grad]
+            counts = torch.stack([counts[i] for i in with_grad])
         return norms.square().dot(counts), norms
 
     def step(self, step: int, numbers: Tensor) -> float:

@@ -206,9 +206,9 @@ def _build(rank: RunRank) -> PreparedRun:
     """Make the objects of this rank, and read the state from which the run goes on."""
     config, folder = rank.config, rank.folder
     if config.train.compile != "off":
-        here = rank.rendezvous
-        several = here.local_world_size < here.world_size
-        use_cache(folder, here.rank, several_nodes=several)
+        rendezvous = rank.rendezvous
+        several = rendezvous.local_world_size < rendezvous.world_size
+        use_cache(folder, rendezvous.rank, several_nodes=several)
     trainer = build(rank.plan, rank.rendezvous.rank, rank.joined.device)
     notes = (*notes_of(trainer.data), *model_notes(trainer))
     notes += warmup_notes(config.optim, config.train.steps)

@@ -223,10 +223,10 @@ class _FlatShards:
         narrow = local.is_floating_point() and local.itemsize < 4
         total = local.float() if narrow else local
         if index:  # the parts of lower ranks come first in group order
-            before = buffers[0]
+            first_buffer = buffers[0]
             for buffer in buffers[1:index]:
-                before = before.to(total.dtype).add_(buffer)
-            total += before
+                first_buffer = first_buffer.to(total.dtype).add_(buffer)
+            total += first_buffer
         for buffer in buffers[index + 1 :]:
             total += buffer
         if narrow:

@@ -105,30 +105,30 @@ class BaseConfig:
         ]
 
 
-def _shown(wanted: Any) -> str:
-    return getattr(wanted, "__name__", None) if isinstance(wanted, type) else str(wanted)  # type: ignore[return-value]
+def _shown(expected_type: Any) -> str:
+    return expected_type.__name__ if isinstance(expected_type, type) else str(expected_type)
 
 
-def _parsed(text: str, wanted: Any) -> Any:
-    """Return `text` as a value of the type `wanted`; of a union, the first type that takes it."""
-    origin = typing.get_origin(wanted)
+def _parsed(text: str, expected_type: Any) -> Any:
+    """Return `text` as a value of `expected_type`; of a union, the first type that takes it."""
+    origin = typing.get_origin(expected_type)
     if origin in (types.UnionType, typing.Union):
-        members = typing.get_args(wanted)
+        members = typing.get_args(expected_type)
         if type(None) in members and text == "None":
             return None
-        for one in members:
-            if one is not type(None):
+        for member in members:
+            if member is not type(None):
                 try:
-                    return _parsed(text, one)
+                    return _parsed(text, member)
                 except (ValueError, TypeError, SyntaxError):
                     continue
         raise ValueError("none of its types takes it")
     if origin is typing.Literal:
-        for one in typing.get_args(wanted):
-            if text == str(one):
-                return one
-        raise ValueError(f"one of {typing.get_args(wanted)} is needed")
-    kind = origin or wanted
+        for member in typing.get_args(expected_type):
+            if text == str(member):
+                return member
+        raise ValueError(f"one of {typing.get_args(expected_type)} is needed")
+    kind = origin or expected_type
     if kind is bool:
         if text not in ("True", "False"):
             raise ValueError("True or False is needed")

@@ -29,16 +29,18 @@ class ChainStage(Module):
 
     def __init__(self, operations: Sequence[Callable[..., Any]]):
         super().__init__()
-        self.modules_of_stage = [one for one in operations if isinstance(one, Module)]
-        for i, one in enumerate(self.modules_of_stage):
-            self.add_module(str(i), one)
+        self.modules_of_stage = [
+            operation for operation in operations if isinstance(operation, Module)
+        ]
+        for i, operation in enumerate(self.modules_of_stage):
+            self.add_module(str(i), operation)
         self._operations = list(operations)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         first, *rest = self._operations
         value = first(*args, **kwargs)
-        for one in rest:
-            value = one(value)
+        for operation in rest:
+            value = operation(value)
         return value
 
 
@@ -69,10 +71,10 @@ class PlacedPipeline:
     ):
         self.program = _program_of(chain)
         stages = list[tuple[int, list[ManagedOperation]]]()
-        for one in chain:
-            if not stages or stages[-1][0] != one.data_device.rank:
-                stages.append((one.data_device.rank, []))
-            stages[-1][1].append(one)
+        for operation in chain:
+            if not stages or stages[-1][0] != operation.data_device.rank:
+                stages.append((operation.data_device.rank, []))
+            stages[-1][1].append(operation)
         self._ends = stages[0][0], stages[-1][0]
         ranks = sorted({rank for rank, _ in stages})
         stage_indices = tuple(ranks.index(rank) for rank, _ in stages)
@@ -82,12 +84,12 @@ class PlacedPipeline:
         if self.program.rank not in ranks:
             return
         local_stages = {
-            i: _stage([one.fn for one in operations])
+            i: _stage([operation.fn for operation in operations])
             for i, (rank, operations) in enumerate(stages)
             if rank == self.program.rank
         }
         loss_function = loss.fn if isinstance(loss, ManagedOperation) else loss
-        local_place = next(one.data_device for one in chain if one.is_here)
+        local_place = next(operation.data_device for operation in chain if operation.is_here)
         options.setdefault("device", local_place.device)
         self.pipeline = Pipeline(
             local_stages,
@@ -147,15 +149,16 @@ def _program_of(chain: Sequence[ManagedOperation]) -> Program:
         raise PlacementError(f"a pipeline takes a list of managed modules, not {chain}")
     if not chain:
         raise PlacementError("a pipeline needs at least one managed module; the chain is empty")
-    for i, one in enumerate(chain):
-        if not isinstance(one, ManagedOperation):
+    for i, operation in enumerate(chain):
+        if not isinstance(operation, ManagedOperation):
             raise PlacementError(
-                f"part {i} of the chain is a {type(one).__name__}; give what F(module) returned"
+                f"part {i} of the chain is a {type(operation).__name__}; pass what F(module) "
+                f"returned"
             )
-        if len(one.data_device.ranks) > 1:
+        if len(operation.data_device.ranks) > 1:
             raise PlacementError(
-                f"part {i} of the chain is on {one.data_device}; a stage of a pipeline is on one "
-                f"rank"
+                f"part {i} of the chain is on {operation.data_device}; put each stage of a "
+                f"pipeline on one rank"
             )
     return chain[0].program
 

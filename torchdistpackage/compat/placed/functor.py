@@ -59,8 +59,8 @@ class DeviceFunctor:
         self._agree(problem, group)
         self._places = [
             self.make_place((device,), (rank,))
-            for rank, one in zip(self.program.ranks, self._devices, strict=True)
-            for device in one
+            for rank, own_devices in zip(self.program.ranks, self._devices, strict=True)
+            for device in own_devices
         ]
         self._next = 0
         self._under: list[Place] = []
@@ -84,7 +84,9 @@ class DeviceFunctor:
                 f"{len(ranks)} ranks of the program"
             )
         chosen = ranks[begin : begin + num_ranks]
-        places_of_last = [i for i, one in enumerate(self._places) if one.rank == chosen[-1]]
+        places_of_last = [
+            i for i, candidate in enumerate(self._places) if candidate.rank == chosen[-1]
+        ]
         self._next = places_of_last[-1] + 1
         return self.place(chosen)
 
@@ -264,20 +266,23 @@ def materialize(module: Module, device: torch.device) -> None:
         PlacementError: a submodule with tensors has no `reset_parameters`.
     """
     owners = [
-        (name, one)
-        for name, one in module.named_modules()
-        if any(x.is_meta for x in (*one.parameters(recurse=False), *one.buffers(recurse=False)))
+        (name, submodule)
+        for name, submodule in module.named_modules()
+        if any(
+            x.is_meta
+            for x in (*submodule.parameters(recurse=False), *submodule.buffers(recurse=False))
+        )
     ]
     if unknown := [
-        name or "(root)" for name, one in owners if not hasattr(one, "reset_parameters")
+        name or "(root)" for name, submodule in owners if not hasattr(submodule, "reset_parameters")
     ]:
         raise PlacementError(
             f"modules {unknown} are on the meta device and have no reset_parameters(), so their "
             f"initial values are not known; give them one, or make the module with F.build(...)"
         )
     module.to_empty(device=device)
-    for _, one in owners:
-        one.reset_parameters()  # type: ignore[operator]
+    for _, submodule in owners:
+        submodule.reset_parameters()  # type: ignore[operator]
 
 
 def make_optimizer(
@@ -299,11 +304,11 @@ def make_optimizer(
         raise _unknown(params)
     entries = [params] if single else list(params)
     groups = [
-        {**one, "params": list(_tensors_here(one.get("params")))}
-        for one in entries
-        if isinstance(one, dict)
+        {**entry, "params": list(_tensors_here(entry.get("params")))}
+        for entry in entries
+        if isinstance(entry, dict)
     ]
-    plain = [p for one in entries if not isinstance(one, dict) for p in _tensors_here(one)]
+    plain = [p for entry in entries if not isinstance(entry, dict) for p in _tensors_here(entry)]
     if plain or not groups:
         groups.append({"params": plain})
     if not any(group["params"] for group in groups):
@@ -321,8 +326,8 @@ def _tensors_here(params: Any) -> Iterable[Tensor]:
         if params.is_here:
             yield params.tensor
     elif isinstance(params, Iterable) and not isinstance(params, str | dict):
-        for one in params:
-            yield from _tensors_here(one)
+        for parameter in params:
+            yield from _tensors_here(parameter)
     else:
         raise _unknown(params)
 

@@ -153,7 +153,7 @@ class StepRecord:
 
     def add_return(self, rank: int, inputs: Sequence[StepInput]) -> None:
         """Send the gradients of these inputs, if they require one, to `rank` in the backward."""
-        if wanting := [one for one in inputs if one.meta.requires_grad]:
+        if wanting := [step_input for step_input in inputs if step_input.meta.requires_grad]:
             self.returns.append((rank, wanting))
 
     def add_expected(self, rank: int, contents: Sequence[Content | None]) -> None:
@@ -162,9 +162,9 @@ class StepRecord:
         targets = list[GradTarget]()
         for x, target in [
             pair
-            for one in contents
-            if one is not None
-            for pair in zip(one.tensors, one.targets, strict=True)
+            for content in contents
+            if content is not None
+            for pair in zip(content.tensors, content.targets, strict=True)
         ]:
             if target is not None:
                 metas.append(TensorMeta(tuple(x.shape), x.dtype, True))
@@ -183,14 +183,16 @@ class StepRecord:
             torch.autograd.backward(
                 [root for root, _ in roots], [g for _, g in roots], retain_graph=retain_graph
             )
-        input_grads = {id(one): one.gradient() for one in self.inputs}
-        for one in self.inputs:
-            if one.target is not None:
-                gathered.add(one.target, input_grads[id(one)])
+        input_grads = {id(step_input): step_input.gradient() for step_input in self.inputs}
+        for step_input in self.inputs:
+            if step_input.target is not None:
+                gathered.add(step_input.target, input_grads[id(step_input)])
         for rank, inputs in self.returns:
             assert mail is not None
-            gradients = [input_grads[id(one)] for one in inputs]
-            mail.send_gradients(self.number, gradients, [one.meta for one in inputs], rank)
+            gradients = [input_grads[id(step_input)] for step_input in inputs]
+            mail.send_gradients(
+                self.number, gradients, [step_input.meta for step_input in inputs], rank
+            )
 
 
 Frontier = tuple[StepRecord, ...]
@@ -227,25 +229,25 @@ def in_order_of_need(steps: Sequence[StepRecord]) -> Iterator[StepRecord]:
     for step in steps:
         for parent in step.parents:
             readers.setdefault(id(parent), []).append(step)
-    done: set[int] = set()
+    visited: set[int] = set()
     for step in steps:
         if step.returns:
             needed = {id(step): step}
             todo = [step]
             while todo:
                 for reader in readers.get(id(todo.pop()), ()):
-                    if id(reader) not in done and id(reader) not in needed:
+                    if id(reader) not in visited and id(reader) not in needed:
                         needed[id(reader)] = reader
                         todo.append(reader)
-            chosen = sorted(needed.values(), key=lambda one: -one.number)
+            chosen = sorted(needed.values(), key=lambda node: -node.number)
         else:
             chosen = [step] if step.expects else []
-        for one in chosen:
-            if id(one) not in done:
-                done.add(id(one))
-                yield one
+        for node in chosen:
+            if id(node) not in visited:
+                visited.add(id(node))
+                yield node
     for step in steps:
-        if id(step) not in done:
+        if id(step) not in visited:
             yield step
 
 
@@ -269,13 +271,13 @@ class GatheredGrads:
         """Return the sum of the gradients of `target`, in the order in which they were added."""
         self._targets.pop(id(target), None)
         total: Tensor | None = None
-        for one in self._gathered.pop(id(target), ()):
-            if isinstance(one, tuple):
-                coming, i, operation = one
+        for entry in self._gathered.pop(id(target), ()):
+            if isinstance(entry, tuple):
+                coming, i, operation = entry
                 # wait only now, so that computing and receiving overlap
                 gradient = coming.wait(operation)[i]
             else:
-                gradient = one
+                gradient = entry
             if gradient is None:
                 continue
             gradient = gradient.to(target.device)

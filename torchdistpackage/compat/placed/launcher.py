@@ -66,7 +66,7 @@ def launch(
     is_rank = detect(os.environ).source != "alone"
     num = len(devices) if num_procs is None else num_procs
     by_rank = devices_by_rank(devices, num) if not is_rank else []
-    if problems := [p for one in by_rank for d in one if (p := problem_of(d))]:
+    if problems := [p for rank_devices in by_rank for d in rank_devices if (p := problem_of(d))]:
         raise PlacementError("; ".join(dict.fromkeys(problems)))
     if backend is None and "cuda" not in str(devices):
         backend = "gloo"

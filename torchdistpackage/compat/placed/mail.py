@@ -84,14 +84,14 @@ class Mail:
         """Send an output to rank `to` for `operation`, without waiting. text: its structure."""
         self._note("send", operation, to)
         members = []
-        for x, wanted in zip(tensors, wants, strict=True):
+        for x, target in zip(tensors, wants, strict=True):
             if x.layout is not torch.strided or x.is_quantized or x.is_meta:
                 raise PlacementError(
                     f"operation {operation} reads a tensor of layout {x.layout}, device "
                     f"{x.device}, dtype {x.dtype} from another rank; only dense tensors with "
                     f"memory can move: make it dense in the operation before"
                 )
-            members.append(TensorMeta(tuple(x.shape), x.dtype, wanted))
+            members.append(TensorMeta(tuple(x.shape), x.dtype, target))
         description = Description("tuple", (str(operation), text), tuple(members))
         # send copies, as the program may change its tensors before the send has left
         copies = [torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in tensors]

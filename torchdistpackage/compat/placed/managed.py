@@ -338,21 +338,21 @@ def run_on(
     values = list[ManagedTensor]()
     order = list[Any]()
     index: dict[int, int] = {}
-    for one in leaves:
-        if isinstance(one, Tensor):
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
             raise PlacementError(
                 f"{name} on {place}: Tensor must be wrapped in DeviceManagedTensor: an argument of "
-                f"shape {tuple(one.shape)} has no place; give F(tensor), made under one"
+                f"shape {tuple(leaf.shape)} has no place; give F(tensor), made under one"
             )
-        if one._program is not program:
+        if leaf._program is not program:
             raise PlacementError(
                 f"{name} on {place}: an argument belongs to another group of ranks"
             )
-        if id(one) not in index:
-            index[id(one)] = len(values)
-            values.append(one)
-        order.append(Hole(index[id(one)]))
-    output = program.call(fn, name, place, fill(arguments, order), [one._value for one in values])
+        if id(leaf) not in index:
+            index[id(leaf)] = len(values)
+            values.append(leaf)
+        order.append(Hole(index[id(leaf)]))
+    output = program.call(fn, name, place, fill(arguments, order), [leaf._value for leaf in values])
     result = object.__new__(tensor_class or (type(values[0]) if values else ManagedTensor))
     table = kinds
     if isinstance(table, dict):
@@ -374,7 +374,7 @@ def run_together(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
         PlacementError: they are on different places.
     """
     tensors, _ = flatten((tuple(args), kwargs), lambda x: isinstance(x, ManagedTensor))
-    places = list(dict.fromkeys(one.data_device for one in tensors))
+    places = list(dict.fromkeys(tensor.data_device for tensor in tensors))
     if len(places) > 1:
         raise PlacementError(
             f"{name_of(fn)} mixes tensors on {'; '.join(map(str, places))}, and no place is named "

@@ -69,14 +69,16 @@ def devices_by_rank(devices: Devices, num_ranks: int) -> list[list[torch.device]
     if not listed or not devices:
         raise PlacementError(f"devices must be a list with at least one device, not {devices!r}")
     nested = [list(d) if isinstance(d, list | tuple) else [d] for d in devices]
-    problems = [p for one in nested for d in one if (p := problem_of(d, is_here=False))]
+    problems = [
+        p for rank_devices in nested for d in rank_devices if (p := problem_of(d, is_here=False))
+    ]
     if problems:
         raise PlacementError("; ".join(dict.fromkeys(problems)))
     flat = all(isinstance(d, str | torch.device) for d in devices)
     if flat and len(nested) % num_ranks == 0:
         per_rank = len(nested) // num_ranks
         nested = [
-            [d for one in nested[i : i + per_rank] for d in one]
+            [d for rank_devices in nested[i : i + per_rank] for d in rank_devices]
             for i in range(0, len(nested), per_rank)
         ]
     if len(nested) != num_ranks:
@@ -84,6 +86,6 @@ def devices_by_rank(devices: Devices, num_ranks: int) -> list[list[torch.device]
             f"{len(nested)} devices are listed for {num_ranks} ranks; list one for each rank, the "
             f"same number for each, or a list of devices for each"
         )
-    if empty := [rank for rank, one in enumerate(nested) if not one]:
+    if empty := [rank for rank, rank_devices in enumerate(nested) if not rank_devices]:
         raise PlacementError(f"ranks {empty} have no device; list at least one for each rank")
-    return [[torch.device(d) for d in one] for one in nested]
+    return [[torch.device(d) for d in rank_devices] for rank_devices in nested]

@@ -57,21 +57,21 @@ class PlaceLink(LinkModel):
 def step_seconds(nodes: Sequence[PlacedNode], places: Sequence[int], link: PlaceLink) -> float:
     """Return the seconds of a step with node i on place `places[i]`."""
     clock = dict.fromkeys(places, 0.0)
-    done: list[float] = []
+    ends: list[float] = []
     arrivals: dict[tuple[int, int], float] = {}
 
     def arrives(i: int, at: int) -> float:
         if places[i] == at:
-            return done[i]
+            return ends[i]
         if (i, at) not in arrivals:
-            arrivals[i, at] = done[i] + link.seconds(nodes[i].output_bytes)
+            arrivals[i, at] = ends[i] + link.seconds(nodes[i].output_bytes)
         return arrivals[i, at]
 
     for i, node in enumerate(nodes):
         at = places[i]
         start = max([clock[at], *(arrives(j, at) for j in node.reads)])
         clock[at] = start + node.forward_s
-        done.append(clock[at])
+        ends.append(clock[at])
     readers: list[list[int]] = [[] for _ in nodes]
     for i, node in enumerate(nodes):
         for j in dict.fromkeys(node.reads):
@@ -133,16 +133,16 @@ def placements(num: int, memory: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """Yield every placement of `num` nodes, once for those that differ by swapping equal places."""
     kinds = [memory[: i + 1].count(size) - 1 for i, size in enumerate(memory)]
 
-    def go(done: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        if len(done) == num:
-            yield done
+    def go(chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if len(chosen) == num:
+            yield chosen
             return
-        used = set(done)
-        for place, size in enumerate(memory):
+        used = set(chosen)
+        for index, size in enumerate(memory):
             # the first of the equal places that are still empty stands for all of them
-            equal_before = [p for p in range(place) if memory[p] == size]
-            if place in used or kinds[place] == 0 or all(p in used for p in equal_before):
-                yield from go((*done, place))
+            equal_before = [p for p in range(index) if memory[p] == size]
+            if index in used or kinds[index] == 0 or all(p in used for p in equal_before):
+                yield from go((*chosen, index))
 
     return go(())
 

@@ -243,7 +243,7 @@ class Program:
         for source, indices in _by_source(values, place.ranks) if grads else ():
             for start, end in backward_routes(source, place.ranks):
                 if start == self.rank:
-                    step.add_return(end, [one for i in indices for one in inputs[i][1]])
+                    step.add_return(end, [content for i in indices for content in inputs[i][1]])
                 elif end == self.rank:
                     step.add_expected(start, [values[i].content for i in indices])
         if self.is_on(place):
@@ -257,7 +257,10 @@ class Program:
         """Call the function with its inputs on this rank."""
         device = task.output.place.device
         step.inputs = [
-            one for _, step_inputs in inputs for one in step_inputs if one.meta.requires_grad
+            step_input
+            for _, step_inputs in inputs
+            for step_input in step_inputs
+            if step_input.meta.requires_grad
         ]
         arguments = [
             fill(skeleton, [x.cut.to(device) for x in step_inputs])
@@ -268,8 +271,8 @@ class Program:
             result = task.function(*args, **kwargs)
         del arguments, args, kwargs
         for _, step_inputs in inputs:
-            for one in step_inputs:
-                one.finish(str(task))
+            for step_input in step_inputs:
+                step_input.finish(str(task))
         tensors, skeleton = flatten(result, _is_tensor)
         return Content(skeleton, tensors, [step.add_output(x) for x in tensors])
 
@@ -319,14 +322,16 @@ class Program:
     def _send(self, number: int, values: list[PlacedValue], rank: int, grads: bool) -> None:
         assert self.mail is not None
         contents = [value.content for value in values if value.content is not None]
-        refuse_changed((t for one in contents for t in one.targets), f"operation {number}")
+        refuse_changed((t for content in contents for t in content.targets), f"operation {number}")
         tensors = list[Tensor]()
         skeletons = list[Any]()
-        for one in contents:
+        for content in contents:
             begin = len(tensors)
-            skeletons.append(fill(one.skeleton, [Hole(begin + i) for i in range(len(one.tensors))]))
-            tensors += one.tensors
-        wants = [grads and t is not None for one in contents for t in one.targets]
+            skeletons.append(
+                fill(content.skeleton, [Hole(begin + i) for i in range(len(content.tensors))])
+            )
+            tensors += content.tensors
+        wants = [grads and t is not None for content in contents for t in content.targets]
         self.mail.send(number, to_text(skeletons), tensors, wants, rank)
 
     def _receive(self, number: int, source: int, place: Place) -> list[tuple[Any, list[StepInput]]]:

@@ -51,9 +51,9 @@ class Proposal:
 
     def __str__(self) -> str:
         lines = [f"{self.seconds * 1e3:.3g} ms a step (one place: {self.alone_s * 1e3:.3g} ms)"]
-        for place, num_bytes in enumerate(self.held_bytes):
-            names = [name for name, at in self.places.items() if at == place]
-            lines.append(f"place {place}: {num_bytes / GIB:.3g} GiB: {', '.join(names) or '-'}")
+        for index, num_bytes in enumerate(self.held_bytes):
+            names = [name for name, at in self.places.items() if at == index]
+            lines.append(f"place {index}: {num_bytes / GIB:.3g} GiB: {', '.join(names) or '-'}")
         return "\n".join(lines)
 
     def agreed(self, F: DeviceFunctor) -> Proposal:
@@ -95,15 +95,18 @@ class PlacedModel:
     def parameters(self) -> list[torch.nn.Parameter]:
         """Return the parameters on this rank."""
         held_parameters = [
-            p for one in self.parts.values() if hasattr(one, "parameters") for p in one.parameters()
+            p
+            for module in self.parts.values()
+            if hasattr(module, "parameters")
+            for p in module.parameters()
         ]
         return list(dict.fromkeys(held_parameters))
 
     def train(self, mode: bool = True) -> PlacedModel:
         """Put all parts that are modules into training mode, or out of it."""
-        for one in self.parts.values():
-            if isinstance(one, ManagedModule):
-                one.train(mode)
+        for module in self.parts.values():
+            if isinstance(module, ManagedModule):
+                module.train(mode)
         return self
 
     def eval(self) -> PlacedModel:
@@ -353,12 +356,12 @@ def _timed(function: Any, arguments: Any, trains: bool) -> tuple[Any, tuple[floa
     roots = [x for x in leaves_of(output) if isinstance(x, Tensor) and x.requires_grad]
     backward_s = 0.0
     if roots and trains:
-        wanted = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
-        wanted += [p for p in getattr(function, "parameters", list)() if p.requires_grad]
+        leaves = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
+        leaves += [p for p in getattr(function, "parameters", list)() if p.requires_grad]
         gradients = [torch.ones_like(x) for x in roots]
         begin = _now(args)
-        if wanted:
-            torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
+        if leaves:
+            torch.autograd.grad(roots, leaves, gradients, allow_unused=True)
         backward_s = _now(args) - begin
     for x in leaves_of(output):
         if isinstance(x, Tensor):

@@ -28,8 +28,8 @@ def gather(
     all_cuda: bool | None = None,
 ) -> Tensor:
     """Return the tensors joined along `dim` on `destination`, by default the first one's device."""
-    place = tensors[0].device if destination is None else destination
-    return torch.cat([x.to(place) for x in tensors], dim)
+    device = tensors[0].device if destination is None else destination
+    return torch.cat([x.to(device) for x in tensors], dim)
 
 
 def reduce_add(
@@ -38,16 +38,16 @@ def reduce_add(
     all_cuda: bool | None = None,
 ) -> Tensor:
     """Return the sum of the tensors on `destination`, by default the first one's device."""
-    place = tensors[0].device if destination is None else destination
-    total = tensors[0].to(place)
+    device = tensors[0].device if destination is None else destination
+    total = tensors[0].to(device)
     for x in tensors[1:]:
-        total = total + x.to(place)
+        total = total + x.to(device)
     return total
 
 
 def all_gather(tensors: Sequence[Tensor], all_cuda: bool | None = None) -> tuple[Tensor, ...]:
     """Return all tensors stacked, (n, ...), on the device of each."""
-    return tuple(torch.stack([x.to(own.device) for x in tensors]) for own in tensors)
+    return tuple(torch.stack([x.to(local.device) for x in tensors]) for local in tensors)
 
 
 class NCCLAllReduceFunction:
@@ -56,7 +56,7 @@ class NCCLAllReduceFunction:
     @staticmethod
     def apply(*inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the sum, once for each input, whose gradient is the sum of theirs."""
-        return tuple(reduce_add(inputs, own.device) for own in inputs)
+        return tuple(reduce_add(inputs, local.device) for local in inputs)
 
 
 class NCCLAllGatherFunction:

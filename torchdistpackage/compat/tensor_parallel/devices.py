@@ -52,7 +52,7 @@ def output_index(
         )
     if device is None:
         return 0 if index is None else index
-    place = canonicalize_device(device)
-    if place not in devices:
-        raise AssertionError(f"output device {place} is not in {list(map(str, devices))}")
-    return devices.index(place)
+    target = canonicalize_device(device)
+    if target not in devices:
+        raise AssertionError(f"output device {target} is not in {list(map(str, devices))}")
+    return devices.index(target)

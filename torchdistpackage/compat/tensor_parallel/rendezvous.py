@@ -199,7 +199,7 @@ def sums(*tensors: Tensor) -> list[Tensor]:
 
 def joins(tensors: Sequence[Tensor], dim: int) -> list[Tensor]:
     """Return the tensors joined along `dim`, as a separate tensor for each thread."""
-    return [torch.cat([t.to(own.device) for t in tensors], dim) for own in tensors]
+    return [torch.cat([t.to(local.device) for t in tensors], dim) for local in tensors]
 
 
 def _reduced_by(reduce_op: Any) -> Callable[..., Sequence[Tensor]]:

@@ -114,8 +114,9 @@ def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     rows = max(NUMBERS_AT_ONCE // max(width, 1) // 16 * 16, 16)
     first = 0
     while first < shape[0]:
-        rest = shape[0] - first
-        rows = rest if rest < rows + 16 else rows  # draw a short tail with the block before it
+        remainder = shape[0] - first
+        # draw a short tail together with the block before it
+        rows = remainder if remainder < rows + 16 else rows
         yield first, rows
         first += rows
 

@@ -43,8 +43,10 @@ def reshaped(by_sizes: bool) -> Rule:
         likely = _likely_dims(positions, x, cut, args, shape) if by_sizes else []
         for j in [*likely, *reversed(positions)]:
             below = math.prod(shape[j + 1 :])
-            length, rest = divmod(cut.length * math.prod(x.shape[cut.dim + 1 :]), max(below, 1))
-            if not rest:
+            length, remainder = divmod(
+                cut.length * math.prod(x.shape[cut.dim + 1 :]), max(below, 1)
+            )
+            if not remainder:
                 return Cut(j, length, loose=j + 1 in positions and shape[j] == 1)
         raise Touches
 
@@ -156,12 +158,12 @@ def kept_at(num_dims: int, cut: Cut, index: Any) -> Cut:
             num_new += 1
             continue
         for _ in range(num_dims - used if item is Ellipsis else 1):
-            kept = item is Ellipsis or item == slice(None)
+            is_full = item is Ellipsis or item == slice(None)
             if at == cut.dim:
-                if not kept:
+                if not is_full:
                     raise Touches
                 return Cut(num_new, cut.length)
-            num_new += kept or isinstance(item, slice)
+            num_new += is_full or isinstance(item, slice)
             at += 1
     raise Touches
 

@@ -151,8 +151,8 @@ class ChatTemplate:
         mark = f"\0{secrets.token_hex(8)}"
         # as in transformers, the blank shows whether the template trims contents
         last = {**messages[-1], "content": f"{messages[-1]['content']}{mark} "}
-        text, found, rest = self._unmarked(write([*messages[:-1], last])).rpartition(mark)
-        if not found:
+        text, marker, rest = self._unmarked(write([*messages[:-1], last])).rpartition(mark)
+        if not marker:
             raise DataError(
                 f"{where}: the chat template does not write the content of the last of "
                 f"{len(messages)} messages, so no reply can go on from it"
@@ -215,9 +215,9 @@ class ChatTemplate:
         plain = ""
         spans = list[tuple[int, int]]()
         for number, part in enumerate(text.split(self._begin)):
-            inside, _, after = part.partition(self._end) if number else ("", "", part)
+            inside, _, following = part.partition(self._end) if number else ("", "", part)
             spans.append((len(plain), len(plain) + len(inside)))
-            plain += inside + after
+            plain += inside + following
         spans = [x for x in spans[1:] if x[0] < x[1]]
         replies = [i for i, x in enumerate(finder.messages) if x["role"] == ASSISTANT]
         left_out = [i for i in replies if i not in learned]

@@ -202,12 +202,12 @@ class TurnFinder:
         if (anchor := self._anchor(i)) is None:
             return None
         chat = [*self.messages[:i], anchor.put]
-        if (rest := self._behind(self._try(chat, add_generation_prompt=True))) is None:
+        if (ending := self._behind(self._try(chat, add_generation_prompt=True))) is None:
             return None
-        rest = rest.replace(self._sentinel, "")
+        ending = ending.replace(self._sentinel, "")
         for prompt in chain(self._prompts, self._own_prompt(i), [""]):
-            end = rest.removesuffix(prompt)
-            if rest.endswith(prompt) and self._text.startswith(end, anchor.position):
+            end = ending.removesuffix(prompt)
+            if ending.endswith(prompt) and self._text.startswith(end, anchor.position):
                 return anchor.position + len(end)
         return None
 

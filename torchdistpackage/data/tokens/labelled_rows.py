@@ -99,13 +99,13 @@ class LabelReader:
                 f"{label_field}; give one label for each word"
             )
         texts = list[str]()
-        for number, word in enumerate(words, 1):
-            if not isinstance(word, str) or not word.strip():
+        for number, text in enumerate(words, 1):
+            if not isinstance(text, str) or not text.strip():
                 raise DataError(
-                    f"{where}: word {number} of {field} is {word!r}, which is no "
+                    f"{where}: word {number} of {field} is {text!r}, which is no "
                     "word; write a text that is not empty"
                 )
-            texts.append(is_unicode(word, f"{where}: word {number} of {field}"))
+            texts.append(is_unicode(text, f"{where}: word {number} of {field}"))
         starts = accumulate((len(x) + 1 for x in texts[:-1]), initial=0)
         spans = tuple((at, at + len(x)) for at, x in zip(starts, texts, strict=True))
         classes = tuple(IGNORE if x in (None, IGNORE) else self._class(x, where) for x in labels)

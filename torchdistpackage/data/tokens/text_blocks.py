@@ -56,12 +56,12 @@ class TextBlocks:
 
 
 def _make_all(tasks: "SimpleQueue[int | None]", weak_read: WeakMethod) -> None:
-    while (number := tasks.get()) is not None and (read := weak_read()) is not None:
+    while (number := tasks.get()) is not None and (reader := weak_read()) is not None:
         try:
-            read(number)
+            reader(number)
         except DataError:
             return  # whoever needs the block raises it again
-        del read
+        del reader
 
 
 def _blocks(source: TextSource) -> list[tuple[Piece, ...]]:

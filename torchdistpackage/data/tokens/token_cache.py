@@ -371,13 +371,13 @@ def _write(
     problems: list[str] = []
     sizes = [path.stat().st_size for path in files]
     total = sum(sizes)
-    done = number = 0
+    num_written = number = 0
     num_workers = min(usable_cpus(os.environ), total // WORKER_BYTES)
     pieces = (piece for path in files for piece in pieces_of(source.kind, path))
     with TokenWorkers(source, num_workers) as workers:
         for piece, encoded in workers.results(pieces):
             if piece.first == 0:  # the next file
-                done = sum(sizes[: len(origins)])
+                num_written = sum(sizes[: len(origins)])
                 number = 0
                 origins.append((str(piece.path), writer.num_documents))
             num_read = 0
@@ -390,10 +390,10 @@ def _write(
                 number += batch.num_lines
                 num_read = min(num_read + batch.num_letters, piece.num_bytes)
                 if progress is not None:
-                    progress(done + num_read, total)
-            done += piece.num_bytes
+                    progress(num_written + num_read, total)
+            num_written += piece.num_bytes
             if progress is not None:
-                progress(done, total)
+                progress(num_written, total)
             workers.encode = not problems
             if len(problems) >= MOST_PROBLEMS:
                 break

@@ -82,7 +82,7 @@ class TokenWorkers:
             return
         coming = enumerate(pieces)
         ahead: dict[int, Piece] = {}
-        done: dict[int, Encoded] = {}
+        encoded: dict[int, Encoded] = {}
         following: tuple[int, Piece] | None = next(coming, None)
         number = 0
         while following is not None or ahead:
@@ -94,11 +94,11 @@ class TokenWorkers:
                 worker.assigned.append(index)
                 worker.channel.send((piece, self.encode))
                 following = next(coming, None)
-            if number in done:
-                yield ahead.pop(number), done.pop(number)
+            if number in encoded:
+                yield ahead.pop(number), encoded.pop(number)
                 number += 1
             else:
-                self._collect(ahead, done)
+                self._collect(ahead, encoded)
 
     def _with_room(self, piece: Piece) -> _TokenProcess | None:
         """Return the worker to send a piece to, or None if all have their next one.
@@ -125,15 +125,15 @@ class TokenWorkers:
         self._selector.register(worker.channel, selectors.EVENT_READ)
         return worker
 
-    def _collect(self, ahead: dict[int, Piece], done: dict[int, Encoded]) -> None:
-        """Wait until a worker sends results, and store them in `done`."""
+    def _collect(self, ahead: dict[int, Piece], encoded: dict[int, Encoded]) -> None:
+        """Wait until a worker sends results, and store them in `encoded`."""
         self._selector.select()
         with suppress(LaunchError):  # the server is gone with all workers; the first one reports it
             self._server.reap()
         for worker in self._workers:
             messages, open_ = worker.channel.recv_ready()
             for message in messages:
-                done[worker.assigned.popleft()] = cast(Encoded, message)
+                encoded[worker.assigned.popleft()] = cast(Encoded, message)
             if not open_:
                 first = ahead[worker.assigned[0]] if worker.assigned else next(iter(ahead.values()))
                 raise DataError(self._end_of(worker, first))

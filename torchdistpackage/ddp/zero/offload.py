@@ -87,9 +87,9 @@ class Offload(MasterStore):
             host = self._streams.pinned(num_bytes).view(device.dtype).copy_(host)
         # kernels issued before may still use the destination
         self._up.wait_event(current.record_event())
-        if (came := self._came.get(stored.data_ptr())) is not None:
+        if (arrived := self._came.get(stored.data_ptr())) is not None:
             # the copy to host memory must have ended before it is read
-            self._up.wait_event(came)
+            self._up.wait_event(arrived)
         self._streams.copy(self._up, device, host)
         event = self._read[stored.data_ptr()] = self._up.record_event()
         # kernels issued from here on read what the copy brings
@@ -103,9 +103,9 @@ class Offload(MasterStore):
         return device
 
     def free(self, host: Tensor) -> None:
-        if self._streams is not None and (came := self._came.get(host.data_ptr())) is not None:
+        if self._streams is not None and (arrived := self._came.get(host.data_ptr())) is not None:
             # kernels that overwrite the source must wait until it is copied to the host
-            self._streams.current().wait_event(came)
+            self._streams.current().wait_event(arrived)
 
     def wait(self, *hosts: Tensor) -> None:
         if self._streams is None:
@@ -148,7 +148,7 @@ class Arena:
         """Return an uninitialised tensor (num_elements,)."""
         needed = num_elements * dtype.itemsize
         size_bytes = -(-needed // SLICE_BYTES) * SLICE_BYTES
-        number = next((i for i, rest in enumerate(self._rests) if len(rest) >= size_bytes), None)
+        number = next((i for i, gaps in enumerate(self._rests) if len(gaps) >= size_bytes), None)
         if number is None:
             doubled = 1 << max(0, min(self.num_bytes, PIECE_BYTES).bit_length() - 1)
             size = max(1 << max(0, size_bytes - 1).bit_length(), doubled)

@@ -96,11 +96,11 @@ class ShardedOptimizerBase(Optimizer):
         self._settle()
         return self._saver.state_dict(to, cpu)
 
-    def expect_all(self, what: str) -> None:
-        """Raise CommError if other ranks do not call the collective function `what` in time."""
+    def expect_all(self, call: str) -> None:
+        """Raise CommError if other ranks do not call the collective function `call` in time."""
         members = (partition for group in self.partitions for partition in group)
         for group, _ in for_each_group(members, min_size=2):
-            expect_all(what, group)
+            expect_all(call, group)
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Load a full state: of a plain optimizer, or of `state_dict` at any size and stage.

@@ -273,21 +273,21 @@ class ForwardHooks:
         self._after: dict[int, After] = OrderedDict()
 
     def __call__(self, *args, **kwargs):
-        for before in self._before.values():
-            before(self._module, args)
+        for pre_hook in self._before.values():
+            pre_hook(self._module, args)
         outputs = self._call(*args, **kwargs)
-        for after in self._after.values():
-            changed = after(self._module, args, outputs)
+        for post_hook in self._after.values():
+            changed = post_hook(self._module, args, outputs)
             outputs = outputs if changed is None else changed
         return outputs
 
-    def add(self, before: Before, after: After | None) -> list[RemovableHandle]:
+    def add(self, pre_hook: Before, post_hook: After | None) -> list[RemovableHandle]:
         """Add hooks, and return the handles that remove them."""
         handles = [RemovableHandle(self._before)]
-        self._before[handles[0].id] = before
-        if after is not None:
+        self._before[handles[0].id] = pre_hook
+        if post_hook is not None:
             handles.append(RemovableHandle(self._after))
-            self._after[handles[1].id] = after
+            self._after[handles[1].id] = post_hook
         return handles
 
 
@@ -307,18 +307,20 @@ def gather_ahead(module: nn.Module, may_follow: bool) -> list[Removable]:
     return [*handles, module.register_forward_pre_hook(look, prepend=True)]
 
 
-def around(module: nn.Module, before: Before, after: After | None = None) -> list[RemovableHandle]:
+def around(
+    module: nn.Module, pre_hook: Before, post_hook: After | None = None
+) -> list[RemovableHandle]:
     """Call `before(module, args)` and `after(module, args, outputs)` whenever the module runs.
 
-    Both run eagerly, also around a compiled module. `after` returns new outputs or None.
+    Both run eagerly, also around a compiled module. `post_hook` returns new outputs or None.
     """
-    before, after = WeakHook(before), None if after is None else WeakHook(after)
+    pre_hook, post_hook = WeakHook(pre_hook), None if post_hook is None else WeakHook(post_hook)
     if module._compiled_call_impl is None:
-        handles = [module.register_forward_pre_hook(before)]
-        return handles if after is None else [*handles, module.register_forward_hook(after)]
+        handles = [module.register_forward_pre_hook(pre_hook)]
+        return handles if post_hook is None else [*handles, module.register_forward_hook(post_hook)]
     if not isinstance(module._compiled_call_impl, ForwardHooks):
         module._compiled_call_impl = ForwardHooks(module)
-    return module._compiled_call_impl.add(before, after)
+    return module._compiled_call_impl.add(pre_hook, post_hook)
 
 
 def is_compiled(module: nn.Module) -> bool:

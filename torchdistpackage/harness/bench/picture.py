@@ -32,7 +32,7 @@ def picture(report: BenchReport) -> str:
     kinds = dict.fromkeys((row.axis, row.link) for row in report.rows)
     for axis, link in kinds:
         rows = [row for row in report.rows if (row.axis, row.link) == (axis, link)]
-        lines = [line for line in report.lines if (line.axis, line.link) == (axis, link)]
+        lines = [series for series in report.lines if (series.axis, series.link) == (axis, link)]
         parts += _moved(_times(f"{axis}, {link}", rows, lines), y)
         y += max(_PANEL_HEIGHT + 70, 40 + 15 * len({_kind(row) for row in rows}))
     return document(width, y, parts)
@@ -62,8 +62,8 @@ def _heat_map(
     for pair in pairs.times:
         cell = of(pair[0]), of(pair[1])
         speed_and_pair = pairs.busbw_bytes_per_s(pair), pair
-        for one in {cell, cell[::-1]}:
-            cells[one] = min(cells.get(one, speed_and_pair), speed_and_pair)
+        for ranks in {cell, cell[::-1]}:
+            cells[ranks] = min(cells.get(ranks, speed_and_pair), speed_and_pair)
     speeds = [speed for speed, _ in cells.values()]
     least, most = min(speeds, default=0.0), max(speeds, default=0.0)
     title = f"GB/s between {kind}, both ways at once, {size_text(pairs.size_bytes)}: the slowest"
@@ -115,14 +115,14 @@ def _times(title: str, rows: Sequence[Row], lines: Sequence[CostModel]) -> Itera
         ends = f'x1="{_LEFT}" x2="{_LEFT + _PANEL_WIDTH}" y1="{y:g}" y2="{y:g}"'
         yield f'<line {ends} stroke="#ddd"/>'
         yield text(_LEFT - 6, y + 4, f"{10.0**power:g} s", anchor="end")
-    fits = {_kind(line): line for line in lines}
+    fits = {_kind(link): link for link in lines}
     for index, kind in enumerate(dict.fromkeys(map(_kind, rows))):
         colour = colour_of(index)
         same = [row for row in rows if _kind(row) == kind]
         factor = COLLECTIVES[kind[0]].bus_factor(kind[3])
-        if (line := fits.get(kind)) is not None:
+        if (link := fits.get(kind)) is not None:
             xs = [smallest * (right / smallest) ** (i / 40) for i in range(41)]
-            curve = [(x, line.time_s(x * factor)) for x in xs]
+            curve = [(x, link.time_s(x * factor)) for x in xs]
             ends = " ".join("{:.4g},{:.4g}".format(*at(x, t)) for x, t in curve if t is not None)
             words = " ".join(map(str, kind[:2]))
             yield f'<polyline points="{ends}" fill="none" stroke="{colour}" data-fit="{words}"/>'

@@ -229,9 +229,9 @@ def read(path: Path) -> Profile:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"] if part != "fit")
-        got = "" if first["type"] == "missing" else f", got {reprlib.repr(first['input'])}"
+        given_value = "" if first["type"] == "missing" else f", got {reprlib.repr(first['input'])}"
         raise ConfigError(
             f"{path} is no {FORMAT} of version {VERSION}, or a damaged one: "
-            f"{key + ': ' if key else ''}{first['msg']}{got}; measure one with tdp comm bench "
-            f"--profile FILE"
+            f"{key + ': ' if key else ''}{first['msg']}{given_value}; measure one with "
+            f"tdp comm bench --profile FILE"
         ) from error

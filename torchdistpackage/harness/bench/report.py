@@ -87,7 +87,7 @@ def find_suspects(times_s: Mapping[Pair, float], hosts: Sequence[str]) -> SlowLi
         tuple(sorted(out)),
         tuple(sorted(ranks.items())),
         sides,
-        tuple(sorted(slow, key=lambda found: -found[1])),
+        tuple(sorted(slow, key=lambda suspect: -suspect[1])),
     )
 
 
@@ -350,7 +350,7 @@ def parse_limits(texts: Sequence[str]) -> dict[str, float]:
     """
     limits: dict[str, float] = {}
     for text in (part for several in texts for part in parts_of(several, "limit")):
-        axis, _, number = (word.strip() for word in text.rpartition("="))
+        axis, _, number = (field.strip() for field in text.rpartition("="))
         try:
             value = float(number)
         except ValueError:

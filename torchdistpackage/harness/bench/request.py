@@ -111,9 +111,9 @@ def parse_names(text: str, noun: str, names: Collection[str]) -> tuple[str, ...]
     for part in parts:
         if part not in names:
             close = nearest(part, names)
-            meant = f" (did you mean {close}?)" if close else ""
+            suggestion = f" (did you mean {close}?)" if close else ""
             raise ConfigError(
-                f"there is no {noun} {part!r}{meant}; the names are {', '.join(names)}"
+                f"there is no {noun} {part!r}{suggestion}; the names are {', '.join(names)}"
             )
     return tuple(dict.fromkeys(parts))
 

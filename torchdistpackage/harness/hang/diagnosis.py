@@ -184,12 +184,12 @@ class Hang:
             return 0.0
         return from_json(self.dumps[culprit.rank].error).time_s
 
-    def _of(self, rank: int, cause: Cause, what: str) -> Suspect:
+    def _of(self, rank: int, cause: Cause, call: str) -> Suspect:
         """Return a suspect for a rank that answers, with its stacks."""
         dump = self.dumps[rank]
         loop = dump.stacks[:1]
         detail = "\n".join([*loop, *({loop_of(dump.stacks)} - {*loop, ""})])
-        return Suspect(rank, dump.process.host, dump.process.pid, cause, what, detail)
+        return Suspect(rank, dump.process.host, dump.process.pid, cause, call, detail)
 
     def _trouble(self, rank: int) -> Suspect | None:
         """Return what is wrong with a rank that does not train any more, or does not answer."""
@@ -339,8 +339,10 @@ class Hang:
         heads = [f"{self.describe_rank(c.rank)} {c.what}" for c in blamed[:SHOWN_RANKS]]
         if len(blamed) > SHOWN_RANKS:
             heads.append(f"and {ranks_listed([c.rank for c in blamed[SHOWN_RANKS:]])} as well")
-        if after := [c.rank for c in culprits if c not in blamed]:
-            heads.append(f"then {ranks_listed(after)} raised what the loss of a peer brings about")
+        if followers := [c.rank for c in culprits if c not in blamed]:
+            heads.append(
+                f"then {ranks_listed(followers)} raised what the loss of a peer brings about"
+            )
         lines = ["hang: " + "\n      ".join(heads)]
         longest = max(self.dumps.values(), key=lambda dump: dump.over_s, default=None)
         if longest is not None and longest.over_s > longest.limit_s:

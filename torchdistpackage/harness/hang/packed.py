@@ -58,16 +58,16 @@ class CallColumns:
     def last(self) -> list[tuple[int, int]]:
         """(group, place) of the last call of each line, of those that block no host."""
         lines = [_line(kind) for kind in self.kinds]
-        last = {lines[place]: i for i, place in enumerate(self.places)}
-        return [(line[0], i) for line, i in last.items() if self.states[i] != "waiting"]
+        last = {lines[position]: i for i, position in enumerate(self.places)}
+        return [(call_line[0], i) for call_line, i in last.items() if self.states[i] != "waiting"]
 
     @cached_property
     def by_sequence(self) -> dict[int, list[int]]:
         """Number of a call -> the places of calls with it, the last one first."""
-        found: dict[int, list[int]] = {}
+        positions: dict[int, list[int]] = {}
         for i in range(len(self.places) - 1, -1, -1):
-            found.setdefault(self.sequences[i], []).append(i)
-        return found
+            positions.setdefault(self.sequences[i], []).append(i)
+        return positions
 
 
 def _line(call: Mapping[str, Any]) -> tuple[int, Any, str]:
@@ -132,10 +132,10 @@ def pack(fields: dict[str, Any]) -> str:
         place_of: dict[str, int] = {}
         for call in calls:
             kind = {name: x for name, x in call.items() if name not in _EACH}
-            place = place_of.setdefault(str(kind), len(kinds))
-            if place == len(kinds):
+            kind_index = place_of.setdefault(str(kind), len(kinds))
+            if kind_index == len(kinds):
                 kinds.append(kind)
-            places.append(place)
+            places.append(kind_index)
         fields = {**fields, "snapshot": {**snapshot, "groups": groups, "calls": ()}}
     sequences, ages, states = ([call[name] for call in calls] for name in _EACH)
     # apart from what differs: most ranks say the same, which is then read once

@@ -51,8 +51,8 @@ class StorageRange:
     write: Access | None = None
     reads: dict[int, Access] = field(default_factory=dict)
 
-    def part(self, first: int, after: int) -> "StorageRange":
-        return StorageRange(first, after, self.write, dict(self.reads))
+    def part(self, first: int, end: int) -> "StorageRange":
+        return StorageRange(first, end, self.write, dict(self.reads))
 
     @property
     def accesses(self) -> list[Access]:
@@ -71,30 +71,30 @@ class TrackedStorage:
     pieces: list[StorageRange] = field(default_factory=list)
     kept_for: set[int] = field(default_factory=set)
 
-    def cut(self, first: int, after: int, full: bool) -> tuple[list[Access], list[StorageRange]]:
+    def cut(self, first: int, end: int, full: bool) -> tuple[list[Access], list[StorageRange]]:
         """Return earlier accesses of these bytes, and the ranges in which to note a new access.
         full: the new access covers all of them, so one range is enough.
         """
-        inside, rest, at = [], [], first
+        inside, outside, at = [], [], first
         for piece in sorted(self.pieces, key=lambda p: p.first):
-            low, high = max(first, piece.first), min(after, piece.after)
+            low, high = max(first, piece.first), min(end, piece.after)
             if low >= high:
-                rest.append(piece)
+                outside.append(piece)
                 continue
             if piece.first < low:
-                rest.append(piece.part(piece.first, low))
+                outside.append(piece.part(piece.first, low))
             if high < piece.after:
-                rest.append(piece.part(high, piece.after))
+                outside.append(piece.part(high, piece.after))
             if at < low:
                 inside.append(StorageRange(at, low))
             inside.append(piece.part(low, high))
             at = high
-        if at < after:
-            inside.append(StorageRange(at, after))
+        if at < end:
+            inside.append(StorageRange(at, end))
         earlier = [access for piece in inside for access in piece.accesses]
         if full:
-            inside = [StorageRange(first, after)]
-        self.pieces = rest + inside
+            inside = [StorageRange(first, end)]
+        self.pieces = outside + inside
         return earlier, inside
 
 
@@ -185,8 +185,8 @@ class History:
             del self._memories[key]
             self._freed(self._shared.pop(key), "its last tensor went")
         if self._num_ops % 1000 == 0:
-            kept = {k: m for k, m in self._memories.items() if not m.ref.expired()}
-            self._memories = kept
+            live = {k: m for k, m in self._memories.items() if not m.ref.expired()}
+            self._memories = live
 
     def _freed(self, memory: TrackedStorage, reason: str) -> None:
         if memory.on_host:  # torch's allocator waits for copies from and to pinned memory
@@ -195,9 +195,9 @@ class History:
         free = Access(0, owner, f"free ({reason})", True, (), issued_at(), False)
         for access in (a for piece in memory.pieces for a in piece.accesses):
             # `record_stream` keeps it until all that was given to those streams by now is over
-            kept = access.in_flight or access.in_backward or access.stream in memory.kept_for
-            kept = kept or any(self._is_after(stream, access) for stream in memory.kept_for)
-            if not kept and not self._is_after(owner, access):
+            in_use = access.in_flight or access.in_backward or access.stream in memory.kept_for
+            in_use = in_use or any(self._is_after(stream, access) for stream in memory.kept_for)
+            if not in_use and not self._is_after(owner, access):
                 self._refuse(free, access)
 
     # -- work ----------------------------------------------------------------------------
@@ -244,12 +244,12 @@ class History:
     def _is_after(self, stream: int, access: Access) -> bool:
         return self._clocks.is_ordered_after(stream, access.number, access.stream)
 
-    def _refuse(self, access: Access, before: Access) -> NoReturn:
+    def _refuse(self, access: Access, earlier: Access) -> NoReturn:
         raise RaceError(
             f"{access.what} on {self.names[access.stream]} {_verb(access)} memory that "
-            f"{before.what} on {self.names[before.stream]} {_verb(before)}, a tensor of shape "
-            f"{before.shape}, and nothing orders the two; wait for the stream or an event of it"
-            f"{access.where}\nthe earlier access was issued{before.where}"
+            f"{earlier.what} on {self.names[earlier.stream]} {_verb(earlier)}, a tensor of shape "
+            f"{earlier.shape}, and nothing orders the two; wait for the stream or an event of it"
+            f"{access.where}\nthe earlier access was issued{earlier.where}"
         )
 
 

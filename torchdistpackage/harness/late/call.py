@@ -35,7 +35,7 @@ Posted = tuple[str, Tensor, int]
 class Transfer:
     """Data under way. rooms: what comes from each rank, or message; full after `wait()`.
 
-    keep: what is sent. got: bytes, which become the tensors `into`.
+    keep: what is sent. received: bytes, which become the tensors `into`.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class Transfer:
         rooms: Parts,
         works: Sequence[dist.Work] = (),
         keep: object = None,
-        got: Tensor | None = None,
+        received: Tensor | None = None,
         into: Sequence[Tensor] = (),
     ):
         self.rooms, self._works, self._keep = rooms, works, keep
-        self._got, self._into = got, into
+        self._got, self._into = received, into
         self._waiter: Future | None = None
 
     def wait(self) -> None:
@@ -113,9 +113,9 @@ class Peers:
         # one collective whatever the call is: bytes of any dtype, any number to any rank
         parts = [_bytes(x.detach().clone(memory_format=_DENSE)) for i in others for x in sends[i]]
         sent = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-        got = torch.empty(sum(coming), dtype=torch.uint8)
-        work = self.gloo.alltoall_base(got, sent, coming, going)
-        return Transfer(rooms, [work], sent, got, [x for i in others for x in rooms[i]])
+        received = torch.empty(sum(coming), dtype=torch.uint8)
+        work = self.gloo.alltoall_base(received, sent, coming, going)
+        return Transfer(rooms, [work], sent, received, [x for i in others for x in rooms[i]])
 
     def post(self, messages: Sequence[Posted]) -> Transfer:
         """Post messages to and from peers; those of a pair match in order, as NCCL knows no
@@ -225,11 +225,11 @@ class Guard:
         alone = x.numel() * x.itemsize == self._nbytes and not x.is_inference()
         self._version = x._version if alone else None
 
-    def is_shared(self, own: int) -> bool:
-        """Return whether others than the call's `own` tensors hold the memory."""
+    def is_shared(self, own_count: int) -> bool:
+        """Return whether anything besides the call's `own_count` tensors holds the memory."""
         wrapper = 1  # Python's, through which one asks
         storage = self.x.untyped_storage()
-        return torch._C._storage_Use_Count(storage._cdata) > own + wrapper
+        return torch._C._storage_Use_Count(storage._cdata) > own_count + wrapper
 
     def hold(self) -> None:
         """Keep what is there."""

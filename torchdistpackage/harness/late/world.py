@@ -117,7 +117,7 @@ class World:
                     break
                 queue.deliver_next()
 
-    def claim(self, own: Queue, name: str, guards: Sequence[Guard]) -> None:
+    def claim(self, own_queue: Queue, name: str, guards: Sequence[Guard]) -> None:
         """Deliver calls of the group that hold tensors which its next call is about to use.
 
         Raises:
@@ -125,7 +125,7 @@ class World:
         """
         for queue in self.queues:
             while last := next((c for c in queue.calls if _meets(c, guards)), None):
-                if queue is not own:
+                if queue is not own_queue:
                     raise RaceError(
                         f"{name}: takes a tensor that {last.name} has in flight{last.where}"
                     )
@@ -134,10 +134,10 @@ class World:
 
 def _meets(call: LateCall, guards: Sequence[Guard]) -> bool:
     return any(
-        (one.written or other.written)
-        and one.span[0] < other.span[1]
-        and other.span[0] < one.span[1]
-        for one in call.guards
+        (guard.written or other.written)
+        and guard.span[0] < other.span[1]
+        and other.span[0] < guard.span[1]
+        for guard in call.guards
         for other in guards
     )
 
@@ -165,11 +165,11 @@ class InFlightGuard(TorchDispatchMode):
 def _look(calls: list[LateCall], func, x: Tensor, writes: bool) -> None:
     if x.layout is not torch.strided or x.is_meta or not x.numel():
         return
-    first, after = span(x)
+    first, end = span(x)
     for call in calls:
         for guard in call.guards:
             one, other = guard.span
-            if one < after and first < other and (writes or guard.written):
+            if one < end and first < other and (writes or guard.written):
                 _raise(call, guard, func, writes)
 
 

@@ -137,7 +137,7 @@ def _groups(traces: Sequence[Trace]) -> list[LintGroup]:
 
 
 def _replay(
-    board: Matcher, trace: Trace, groups: Groups, before: Before | None = None
+    board: Matcher, trace: Trace, groups: Groups, earlier: Before | None = None
 ) -> Iterator[PendingOp]:
     """Issue the same entries on other groups; yield those that are waited for."""
     new: dict[PendingOp, PendingOp] = {}
@@ -155,8 +155,8 @@ def _replay(
             channel=entry.channel,
             is_batch=entry.is_batch,
         )
-        if before is not None:
-            yield from before(again, parts)
+        if earlier is not None:
+            yield from earlier(again, parts)
         board.issue(again)
         for m in parts:
             board.post(again, P2POp(m.call, m.source, m.target, m.tag, m.where))

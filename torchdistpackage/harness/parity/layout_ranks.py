@@ -219,8 +219,12 @@ def _full(model: ParityModel, tensor_of: Callable[[Any], Tensor | None]) -> dict
             if shard is not None:
                 shard = part.flat(shard) if part.whole else shard
             shards = primitives.gather_objects(shard, part.group)
-            held = [each for each in shards if isinstance(each, Tensor)]
-            x = part.shaped(torch.cat(held)) if sum(map(len, held)) == p.numel() else None
+            own_shards = [each for each in shards if isinstance(each, Tensor)]
+            x = (
+                part.shaped(torch.cat(own_shards))
+                if sum(map(len, own_shards)) == p.numel()
+                else None
+            )
         if x is not None:
             tensors[_plain(name)] = x.detach().clone()
     return tensors

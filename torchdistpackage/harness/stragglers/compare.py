@@ -252,8 +252,8 @@ class Comparison:
         if self._alerts is None:
             hosts = primitives.collect_objects(socket.gethostname(), self._group) or []
             self._alerts = Alerts(self._mesh, [str(host) for host in hosts])
-        kept = self._phases.kept()
-        of_steps = [kept.get(step) for step in steps] + [None] * (WINDOW - len(steps))
+        times = self._phases.kept()
+        of_steps = [times.get(step) for step in steps] + [None] * (WINDOW - len(steps))
         rows = [[math.nan if x is None else x.get(p, 0.0) for x in of_steps] for p in PHASES]
         row = torch.tensor([rows], dtype=torch.float32)
         device = primitives.device_of(self._group)

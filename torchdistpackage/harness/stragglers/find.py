@@ -138,17 +138,17 @@ def find_stragglers(
 
 
 def measured(
-    times: Times, before: Mapping[str, Cost], stragglers: Sequence[Straggler]
+    times: Times, earlier: Mapping[str, Cost], stragglers: Sequence[Straggler]
 ) -> dict[str, Cost]:
     """Return costs after this window: means over windows. A phase in which a rank was slow keeps
     its costs.
     """
     slow = {straggler.phase for straggler in stragglers}
-    costs = dict(before)
+    costs = dict(earlier)
     for phase, rows in times.items():
         if phase not in slow and len(rows[0]) >= MIN_STEPS:
             now = [median(row) for row in rows]
-            previous = before.get(phase)
+            previous = earlier.get(phase)
             if previous is not None and previous.measured:
                 now = [(x + y) / 2 for x, y in zip(previous.of_rank, now, strict=True)]
             costs[phase] = Cost(now, measured=True)

@@ -53,10 +53,11 @@ def leave_out(
     )
 
     def could_run(num_forgiven: int) -> bool:
-        kept = exclusion(script, sorted(worst_last[num_forgiven:]))
+        excluded = exclusion(script, sorted(worst_last[num_forgiven:]))
         try:
             ran = runner(
-                ["sbatch", "--test-only", *options, *kept, str(script)], env=scrub_slurm_env(env)
+                ["sbatch", "--test-only", *options, *excluded, str(script)],
+                env=scrub_slurm_env(env),
             )
         except LaunchError:
             return True

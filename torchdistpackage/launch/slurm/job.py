@@ -133,7 +133,7 @@ def job_shape(config: RunConfig, bad: Collection[str] = ()) -> JobGeometry:
 def batch_job(
     config: RunConfig,
     runs: Sequence[Path],
-    here: Path,
+    folder: Path,
     code: CodePaths,
     python: str,
     host: str,
@@ -144,7 +144,7 @@ def batch_job(
     """Return the job that trains `config`, or all runs of a `sweep`, which differ only in their
     files.
 
-    runs: absolute run folders. here: where the job works. python: path of the interpreter, see
+    runs: absolute run folders. folder: where the job works. python: path of the interpreter, see
     `interpreter_of`. command: of a task, if not training.
 
     Raises:
@@ -165,7 +165,7 @@ def batch_job(
     return BatchJob(
         config,
         shape,
-        options=(("job-name", config.run.name), ("chdir", str(here)), *options.items()),
+        options=(("job-name", config.run.name), ("chdir", str(folder)), *options.items()),
         comments=tuple(comments.items()),
         runs=tuple(map(str, runs)),
         code=code,
@@ -179,13 +179,13 @@ def batch_job(
     )
 
 
-def preview(config: RunConfig, here: Path) -> BatchJob:
+def preview(config: RunConfig, start_folder: Path) -> BatchJob:
     """Return the job as it would be, without a look at the code: its folder has no name yet."""
-    run = absolute(config, here)
+    run = absolute(config, start_folder)
     folder = Path(run.run.dir) / run.run.name
     code = folder / "code" / "SNAPSHOT"
     paths = CodePaths(str(code), (str(code / "tree"),), str(code / "tree"))
-    return batch_job(run, [folder], here, paths, sys.executable, socket.gethostname())
+    return batch_job(run, [folder], start_folder, paths, sys.executable, socket.gethostname())
 
 
 def interpreter_of(config: RunConfig, python: str) -> str:
@@ -199,9 +199,9 @@ def interpreter_of(config: RunConfig, python: str) -> str:
     return "python" if inside else python
 
 
-def absolute(config: RunConfig, here: Path) -> RunConfig:
+def absolute(config: RunConfig, start_folder: Path) -> RunConfig:
     """Return the configuration with an absolute `run.dir`, as a job may start in another folder."""
-    folder = os.path.normpath(here / config.run.dir)
+    folder = os.path.normpath(start_folder / config.run.dir)
     return config.model_copy(update={"run": config.run.model_copy(update={"dir": folder})})
 
 
@@ -258,7 +258,7 @@ def _of_site(
 def code_paths(
     snapshot: CodeSnapshot,
     folder: Path,
-    here: Path,
+    start_folder: Path,
     imports: Iterable[str],
     env: Mapping[str, str],
 ) -> CodePaths:
@@ -267,13 +267,13 @@ def code_paths(
     Args:
         snapshot: the copied code.
         folder: where the snapshot is.
-        here: the current folder.
+        start_folder: the current folder.
         imports: folders that this process imports from. One with files in the snapshot is replaced
             by its copy; of the others only those in PYTHONPATH stay.
         env: environment of this process.
     """
     folders = {parent.as_posix() for item in snapshot.items for parent in Path(item.name).parents}
-    here, root = here.resolve(), snapshot.tree.root
+    start_folder, root = start_folder.resolve(), snapshot.tree.root
 
     def counterpart(path: Path) -> str | None:
         if not path.is_relative_to(root):
@@ -282,13 +282,15 @@ def code_paths(
         return str(folder / inside) if inside in folders else None
 
     package = str(folder / "package") if "package" in folders else counterpart(PACKAGE.parent)
-    here_copied = counterpart(here)
+    here_copied = counterpart(start_folder)
     python_path = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
     paths = [package, here_copied]
-    paths += [counterpart(Path(here, x).resolve()) or str(here / x) for x in python_path]
-    paths += [counterpart(Path(here, x).resolve()) for x in imports if x]
+    paths += [
+        counterpart(Path(start_folder, x).resolve()) or str(start_folder / x) for x in python_path
+    ]
+    paths += [counterpart(Path(start_folder, x).resolve()) for x in imports if x]
     return CodePaths(
-        str(folder), tuple(dict.fromkeys(x for x in paths if x)), here_copied or str(here)
+        str(folder), tuple(dict.fromkeys(x for x in paths if x)), here_copied or str(start_folder)
     )
 
 

@@ -78,13 +78,13 @@ def incident_of(
     """
     reason, node = _reason(failure), failure.host.partition(".")[0]
     # a watcher ends its rank only after others have failed, whatever the clocks of two hosts say
-    after = [
+    later = [
         other
         for other in others
         if other.host == failure.host
         and (other.kind is FailureKind.ENDED or other.time_s > failure.time_s)
     ]
-    if not reason or not node or (failure.kind is FailureKind.HUNG and after):
+    if not reason or not node or (failure.kind is FailureKind.HUNG and later):
         return None
     text = f"rank {failure.rank}: {reason}"
     return NodeIncident(node, text, _HALF, failure.time_s, now_s + EXPIRY_S, job)

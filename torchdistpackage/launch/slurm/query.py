@@ -69,7 +69,7 @@ def run_command(
     """
     limit_s = TIMEOUT_S if timeout_s is None else timeout_s
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             list(args),
             env={**os.environ, "SLURM_TIME_FORMAT": "%s"} if env is None else dict(env),
             stdin=subprocess.DEVNULL,
@@ -87,7 +87,7 @@ def run_command(
             f"{' '.join(args[:3])} gave no answer in {limit_s:g} s; is the controller away? "
             f"see `scontrol ping`"
         ) from None
-    return CompletedCommand(done.returncode, done.stdout, done.stderr)
+    return CompletedCommand(completed.returncode, completed.stdout, completed.stderr)
 
 
 def job_id_of(text: str) -> str:

@@ -69,7 +69,7 @@ def query_queue(partition: str | None = None, runner: Runner = run_command) -> Q
             f"launch.slurm.partition to one of them"
         )
     states = {row[0]: row[2] for row in nodes if row[1].removesuffix("*") == name}
-    there = [state for state in states.values() if not _GONE.match(state)]
+    present = [state for state in states.values() if not _GONE.match(state)]
     changes: list[tuple[float, int]] = []
     for of, number, end in _rows(_out(RUNNING, runner), 3):
         if of == name and number.isdigit() and (end_s := _time(end)) is not None:
@@ -79,8 +79,8 @@ def query_queue(partition: str | None = None, runner: Runner = run_command) -> Q
             changes.append((start_s, -int(number)))
             if (limit_s := seconds_of(limit)) is not None:
                 changes.append((start_s + limit_s, int(number)))
-    idle = sum(bool(_IDLE.fullmatch(state)) for state in there)
-    return QueueState(name, len(there), idle, tuple(changes))
+    idle = sum(bool(_IDLE.fullmatch(state)) for state in present)
+    return QueueState(name, len(present), idle, tuple(changes))
 
 
 def _out(command: Iterable[str], runner: Runner) -> str:

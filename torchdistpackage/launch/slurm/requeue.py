@@ -164,18 +164,18 @@ def restart_denied_reason(
 
 
 def decide_in_job(
-    died: str, before: Decision | None, *, starts_left: int, time_up: str = "", bad_node: str = ""
+    died: str, previous: Decision | None, *, starts_left: int, time_up: str = "", bad_node: str = ""
 ) -> Decision:
     """Return whether to restart the ranks in this job, which goes on, or to stop.
 
-    died: how the run failed, and after which step. before: decision about the start before this
+    died: how the run failed, and after which step. previous: decision about the start before this
         one. starts_left: restarts left in this job. time_up: why the job is too short for a
         restart, or "". bad_node: evidence against the node, or "".
     """
     again = Decision(RequeueDecision.AGAIN, died)
     if bad_node:
         why = f"the node is to blame: {bad_node}"
-    elif str(before) == str(again):
+    elif str(previous) == str(again):
         why = "the start before died of the same at the same step"
     elif time_up:
         why = time_up

@@ -330,8 +330,8 @@ class LogTail:
             self.read_bytes[path] = at + len(data)
             decoder = codecs.getincrementaldecoder("utf-8")("replace")
             parts.append(decoder.decode(self._cut.pop(path, b"") + data))
-            if rest := decoder.getstate()[0]:
-                self._cut[path] = rest
+            if incomplete := decoder.getstate()[0]:
+                self._cut[path] = incomplete
         return "".join(parts)
 
 

@@ -113,14 +113,14 @@ def add_nodes(partitions: Mapping[str, SitePartition], text: str) -> dict[str, S
         if len(fields) != 5 or fields[0] not in out or not fields[1].isdigit():
             continue
         name, num_nodes, cpus, memory, gres = fields
-        before = out[name]
+        earlier = out[name]
         kinds = [x for x in re.split(r",(?![^(]*\))", gres) if x and x != "(null)"]
-        out[name] = before.model_copy(
+        out[name] = earlier.model_copy(
             update={
-                "nodes": before.nodes + int(num_nodes),
-                "cpus": _least(before.cpus, cpus),
-                "memory_mb": _least(before.memory_mb, memory),
-                "gres": list(dict.fromkeys([*before.gres, *(_plain_gres(x) for x in kinds)])),
+                "nodes": earlier.nodes + int(num_nodes),
+                "cpus": _least(earlier.cpus, cpus),
+                "memory_mb": _least(earlier.memory_mb, memory),
+                "gres": list(dict.fromkeys([*earlier.gres, *(_plain_gres(x) for x in kinds)])),
             }
         )
     return out
@@ -151,13 +151,13 @@ def _accounting(runner: Runner) -> tuple[list[str], list[str], dict[str, int | N
     """Return accounts and QOS of the user, and all QOS; nothing where sacctmgr may not be asked."""
     ask = ("sacctmgr", "--noheader", "--parsable2", "show")
     try:
-        mine = runner(
+        answer = runner(
             [*ask, "associations", f"user={getpass.getuser()}", "format=account,qos,defaultqos"]
         )
         every = runner([*ask, "qos", "format=name,maxwall"])
     except LaunchError:
         return [], [], {}
-    accounts, qos = parse_associations(mine.out if mine.code == 0 else "")
+    accounts, qos = parse_associations(answer.out if answer.code == 0 else "")
     return accounts, qos, parse_qos(every.out if every.code == 0 else "")
 
 
@@ -257,10 +257,10 @@ class _Trials:
             if (match := re.fullmatch(r"gpu:([A-Za-z_][^:]*):\d+", gres))
         )
         places = [dict(base), *(dict(base) | {"partition": name} for name in with_gpus)]
-        for place, kind, option in itertools.product(places, [None, *types], GPU_OPTIONS):
+        for partition, kind, option in itertools.product(places, [None, *types], GPU_OPTIONS):
             text = ":".join(x for x in ("gpu" if option == "gres" else "", kind or "", "1") if x)
-            if not self.refusal(place | {option: text}):
-                return (option, kind), place
+            if not self.refusal(partition | {option: text}):
+                return (option, kind), partition
         return None, dict(base)
 
 
@@ -277,8 +277,8 @@ def combinations(choices: Mapping[str, Sequence[str]]) -> Iterator[dict[str, str
 
 
 def _pair(name: str, value: str) -> tuple[str, str | None]:
-    stated, equals, rest = value.partition("=")
-    return (stated, rest) if equals else (name, value)
+    stated, equals, value_text = value.partition("=")
+    return (stated, value_text) if equals else (name, value)
 
 
 PROBE = r"""#!/bin/bash
@@ -345,12 +345,12 @@ def probe_node(
         while not answer.exists():
             if time.monotonic() > end_s:
                 runner(["scancel", job])
-                said = output.read_text(errors="replace").strip() if output.exists() else ""
+                text = output.read_text(errors="replace").strip() if output.exists() else ""
                 raise LaunchError(
                     f"the probe, job {job}, left no {answer} in {wait_s:g} s; it may still have "
                     f"waited in the queue (give it longer with --wait), or nodes do not see "
                     f"{folder}: call tdp site in a folder that they share"
-                    f"{f'; it said {said[-200:]}' if said else ''}"
+                    f"{f'; it said {text[-200:]}' if text else ''}"
                 )
             time.sleep(0.3)
         return parse_probe(answer.read_text(errors="replace"), time.time())
@@ -364,14 +364,14 @@ def parse_probe(text: str, now_s: float) -> SiteNode:
     pairs = re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE)
     facts: dict[str, str] = dict(pairs)
     pythons = [value.partition(" ") for name, value in pairs if name == "python"]
-    found = {x: y.strip() for x, y in pairs if x not in ("python", "arch", "end", "clock_s") if y}
+    values = {x: y.strip() for x, y in pairs if x not in ("python", "arch", "end", "clock_s") if y}
     clock = facts.get("clock_s", "")
     if clock.isdigit() and (apart_s := round(int(clock) - now_s)) and abs(apart_s) > 2:
-        found["clock"] = f"{apart_s:+} s from here"
+        values["clock"] = f"{apart_s:+} s from here"
     return SiteNode(
         arch=facts.get("arch", ""),
         pythons={path: works == "yes" for works, _, path in pythons},
-        found=found,
+        found=values,
     )
 
 
@@ -383,13 +383,13 @@ def sbatch_words(site: Site) -> str:
 
 def _containers(runner: Runner, env: Mapping[str, str]) -> list[str]:
     path = env.get("PATH")
-    found = [name for name in _RUNTIMES if shutil.which(name, path=path)]
+    runtimes = [name for name in _RUNTIMES if shutil.which(name, path=path)]
     try:
         if "--container-image" in runner(["srun", "--help"]).out:
-            found.append("pyxis")
+            runtimes.append("pyxis")
     except LaunchError:
         pass
-    return found
+    return runtimes
 
 
 def _shared_mounts(mounts: Path) -> list[str]:
@@ -410,10 +410,10 @@ def _listed(text: str) -> list[str] | None:
     return None if text in ("", "ALL") else text.split(",")
 
 
-def _least(before: int, text: str) -> int:
+def _least(previous: int, text: str) -> int:
     digits = re.match(r"\d+", text)  # 64+ where nodes differ
     number = int(digits[0]) if digits else 0
-    return min(before, number) if before else number
+    return min(previous, number) if previous else number
 
 
 def _plain_gres(gres: str) -> str:
@@ -432,12 +432,12 @@ def summary(site: Site) -> Iterable[str]:
             f"partition {name}{default}: {part.nodes} nodes, {part.cpus} CPUs, "
             f"{part.memory_mb} MiB, {gres}{limit}"
         )
-    for what, values in (
+    for label, values in (
         ("accounts", site.accounts), ("QOS", site.qos), ("shared", site.shared),
         ("containers", site.containers), ("interfaces here", site.interfaces),
     ):  # fmt: skip
         if values:
-            yield f"{what}: {', '.join(values)}"
+            yield f"{label}: {', '.join(values)}"
     yield f"jobs need: {sbatch_words(site) or 'no further options'}"
     for name, words in site.forbidden.items():
         yield f"refused: --{name}: {words}"

@@ -75,22 +75,22 @@ class Tree:
     untracked: tuple[str, ...] = ()
 
 
-def tree_of(here: Path, patterns: Sequence[str] = (), skip: Sequence[Path] = ()) -> Tree:
-    """Return the code of a user whose working folder is `here`.
+def tree_of(folder: Path, patterns: Sequence[str] = (), skip: Sequence[Path] = ()) -> Tree:
+    """Return the code of a user whose working folder is `folder`.
 
-    patterns: more files, folders or globs, from `here` on. skip: folders of outputs.
+    patterns: more files, folders or globs, from `folder` on. skip: folders of outputs.
 
     Raises:
         LaunchError: a pattern names nothing, or what is outside; without git: too many files.
     """
-    here = here.resolve()
+    folder = folder.resolve()
     try:
-        root = Path(os.fsdecode(_git(here, "rev-parse", "--show-toplevel").rstrip(b"\n")))
+        root = Path(os.fsdecode(_git(folder, "rev-parse", "--show-toplevel").rstrip(b"\n")))
     except LaunchError as error:
-        tree = _without_git(here, skip, str(error))
+        tree = _without_git(folder, skip, str(error))
     else:
         tree = _tracked(root, skip)
-    more = _listed(here, tree.root, patterns)
+    more = _listed(folder, tree.root, patterns)
     return replace(tree, files=tuple(sorted({*tree.files, *more})))
 
 
@@ -99,7 +99,7 @@ def _git(folder: Path, *args: str) -> bytes:
     command = ["git", "-C", str(folder), "-c", "core.quotepath=off", *args]
     env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             command,
             env={**env, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
             stdin=subprocess.DEVNULL,
@@ -110,11 +110,11 @@ def _git(folder: Path, *args: str) -> bytes:
         raise LaunchError("there is no git here") from None
     except subprocess.TimeoutExpired:
         raise LaunchError(f"git {args[0]} took more than {_GIT_TIMEOUT_S:g} s") from None
-    if done.returncode:
-        output = done.stderr.decode(errors="replace").strip().splitlines()
+    if completed.returncode:
+        output = completed.stderr.decode(errors="replace").strip().splitlines()
         words = output[0].removeprefix("fatal: ") if output else f"git {args[0]} failed"
         raise LaunchError(words)
-    return done.stdout
+    return completed.stdout
 
 
 def _tracked(root: Path, skip: Sequence[Path]) -> Tree:
@@ -147,12 +147,12 @@ def _is_file(path: Path) -> bool:
     return path.is_symlink() or path.is_file()
 
 
-def _without_git(here: Path, skip: Sequence[Path], why: str) -> Tree:
+def _without_git(start_folder: Path, skip: Sequence[Path], why: str) -> Tree:
     files: list[str] = []
     large: list[str] = []
     num_bytes = 0
-    for path in _code_below(here, {folder.resolve() for folder in skip}):
-        name = path.relative_to(here).as_posix()
+    for path in _code_below(start_folder, {folder.resolve() for folder in skip}):
+        name = path.relative_to(start_folder).as_posix()
         size = path.lstat().st_size
         if size > MAX_FILE_BYTES:
             large.append(name)
@@ -160,27 +160,31 @@ def _without_git(here: Path, skip: Sequence[Path], why: str) -> Tree:
         files.append(name)
         num_bytes += size
         if len(files) > MAX_FILES or num_bytes > MAX_BYTES:
-            raise _too_much(here, why, f"more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB")
+            raise _too_much(
+                start_folder, why, f"more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB"
+            )
     notes = [
-        f"{why}; the snapshot has the {len(files)} files of code below {here}, hidden folders and "
-        f"environments left out"
+        f"{why}; the snapshot has the {len(files)} files of code below {start_folder}, hidden "
+        f"folders and environments left out"
     ]
     if large:
         notes.append(f"not in the snapshot, because larger than 1 MiB: {some(large)}")
-    return Tree(here, tuple(files), (), b"", tuple(notes))
+    return Tree(start_folder, tuple(files), (), b"", tuple(notes))
 
 
-def _code_below(here: Path, skip: set[Path]) -> Iterator[Path]:
+def _code_below(start_folder: Path, skip: set[Path]) -> Iterator[Path]:
     def is_foreign(folder: Path) -> bool:
         hidden = folder.name.startswith(".") or folder.name in ("__pycache__", "node_modules")
         environment = (folder / "pyvenv.cfg").exists() or (folder / "conda-meta").exists()
         return hidden or environment or folder.resolve() in skip
 
     seen = 0
-    for folder, folders, names in os.walk(here):
+    for folder, folders, names in os.walk(start_folder):
         seen += len(names) + 1
         if seen > MAX_SEEN:
-            raise _too_much(here, "no git repository", f"more than {MAX_SEEN} files to look at")
+            raise _too_much(
+                start_folder, "no git repository", f"more than {MAX_SEEN} files to look at"
+            )
         folders[:] = sorted(x for x in folders if not is_foreign(Path(folder, x)))
         for name in sorted(names):
             path = Path(folder, name)
@@ -188,22 +192,22 @@ def _code_below(here: Path, skip: set[Path]) -> Iterator[Path]:
                 yield path
 
 
-def _too_much(here: Path, why: str, amount: str) -> LaunchError:
+def _too_much(folder: Path, why: str, amount: str) -> LaunchError:
     return LaunchError(
-        f"{why}, and {here} holds {amount} of code; submit from the folder of your project, or "
+        f"{why}, and {folder} holds {amount} of code; submit from the folder of your project, or "
         f"make it a git repository"
     )
 
 
-def _listed(here: Path, root: Path, patterns: Iterable[str]) -> Iterator[str]:
+def _listed(folder: Path, root: Path, patterns: Iterable[str]) -> Iterator[str]:
     for pattern in patterns:
         try:
-            is_name = os.path.lexists(here / pattern)
-            paths = [here / pattern] if is_name else sorted(here.glob(pattern))
+            is_name = os.path.lexists(folder / pattern)
+            paths = [folder / pattern] if is_name else sorted(folder.glob(pattern))
         except (NotImplementedError, ValueError) as error:
             raise LaunchError(f"launch.slurm.files: {pattern!r}: {error}") from None
         if not paths:
-            raise LaunchError(f"launch.slurm.files: {pattern!r} names no file below {here}")
+            raise LaunchError(f"launch.slurm.files: {pattern!r} names no file below {folder}")
         for path in paths:
             for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
                 if not _is_file(file) or "__pycache__" in file.parts:

@@ -105,14 +105,14 @@ class Submitted:
 
 def prepare(
     configs: Sequence[RunConfig],
-    here: Path,
+    start_folder: Path,
     env: Mapping[str, str],
     *,
     sweep: str | None = None,
     max_parallel: int | None = None,
     command: Sequence[str] | None = None,
 ) -> Prepared:
-    """Compute a submission from `here`, without writing anything.
+    """Compute a submission from `start_folder`, without writing anything.
 
     configs: one, or one for each run of a sweep. sweep: its name. command: of a task, if not
     training.
@@ -121,7 +121,7 @@ def prepare(
         ConfigError: the options do not give a job, or runs of a sweep cannot share one.
         LaunchError: the code cannot be gathered.
     """
-    configs = [absolute(config, here) for config in configs]
+    configs = [absolute(config, start_folder) for config in configs]
     first = configs[0]
     runs = tuple((Path(config.run.dir) / config.run.name, config) for config in configs)
     array = None
@@ -132,16 +132,16 @@ def prepare(
         array = Sweep(Path(first.run.dir) / f"{sweep}.sweep-{tag}", max_parallel)
         run_section = first.run.model_copy(update={"name": sweep})
         first = first.model_copy(update={"run": run_section})
-    _check_paths(here, Path(first.run.dir))
-    tree = tree_of(here, extra_of(first.launch.slurm, "files"), [Path(first.run.dir)])
+    _check_paths(start_folder, Path(first.run.dir))
+    tree = tree_of(start_folder, extra_of(first.launch.slurm, "files"), [Path(first.run.dir)])
     snapshot = collect(tree)
     codes = (array.folder if array else runs[0][0]) / "code"
-    code = code_paths(snapshot, snapshot.folder(codes), here, import_folders(), env)
+    code = code_paths(snapshot, snapshot.folder(codes), start_folder, import_folders(), env)
     folders = [folder for folder, _ in runs]
     job = batch_job(
         first,
         folders,
-        here,
+        start_folder,
         code,
         sys.executable,
         socket.gethostname(),

@@ -44,12 +44,12 @@ def load_tensor_parallel(model: nn.Module, files: AnyPath | Sequence[AnyPath]) -
     shards = [Shard(root, at) for at in range(len(root.module_shards))]
     check_fit(root, shards, paths)
     entries = {entry.name: entry for entry in root._original.entries}
-    done: set[str] = set()
+    loaded: set[str] = set()
     for path in paths:
         with safe_open(path, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118, it is no mapping
-                if (entry := entries[name]).first not in done:
-                    done.add(entry.first)
+                if (entry := entries[name]).first not in loaded:
+                    loaded.add(entry.first)
                     load_entry(shards, entry, opened.get_tensor(name))
     check_none_is_meta(root)
 
@@ -125,15 +125,15 @@ def check_fit(root: Any, shards: Sequence[Shard], paths: Sequence[Path]) -> None
         if (entry := entries.get(name)) is not None:
             outline = torch.empty(shape, device="meta")
             for shard in shards:
-                wanted = tuple(shard.held(entry.in_shard).shape)
+                expected_shape = tuple(shard.held(entry.in_shard).shape)
                 try:
                     part_shape: Any = tuple(part_of(entry, outline, shard.rank).shape)
                 except (RuntimeError, IndexError, LayoutError) as error:
                     part_shape = error
-                if part_shape != wanted:
+                if part_shape != expected_shape:
                     problems.append(
                         f"{name} of shape {shape} gives shard {shard.rank} {part_shape}, not "
-                        f"{wanted}"
+                        f"{expected_shape}"
                     )
     if problems:
         raise LayoutError(

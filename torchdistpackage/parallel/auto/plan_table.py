@@ -66,8 +66,8 @@ class PlanTable:
                     rows.append((name, kind, str(calls), f"{each.num_bytes[kind]:,}"))
             text += "\n\n" + aligned(rows)
         if self.kept:
-            kept = [(name or "the module", why) for name, why in self.kept.items()]
-            text += "\n\n" + aligned([("whole", "why"), *kept])
+            unsplit = [(name or "the module", why) for name, why in self.kept.items()]
+            text += "\n\n" + aligned([("whole", "why"), *unsplit])
         return f"{text}\n\n{self.check}" if self.check else text
 
 

@@ -79,11 +79,11 @@ class PretrainedCalls:
         collectives.barrier(group)
         return result
 
-    def check_attentions(self, wanted: bool | None) -> None:
+    def check_attentions(self, has_attentions: bool | None) -> None:
         """Raises LayoutError where scores of attention are wanted and shards have heads apart."""
-        if wanted is None:
-            wanted = getattr(self.config, "output_attentions", False)
-        if wanted and self.split_root.has_heads_apart:
+        if has_attentions is None:
+            has_attentions = getattr(self.config, "output_attentions", False)
+        if has_attentions and self.split_root.has_heads_apart:
             raise LayoutError(
                 "output_attentions=True: each shard has the scores of its own heads alone, which "
                 "are not joined; leave it out, or ask the model that was split"

@@ -57,13 +57,13 @@ def counted_forward(group: Group) -> Iterator[None]:
     if counts is None or group.rank() != _rank:
         yield
         return
-    before, recorder.ended = recorder.ended, []
+    previous, recorder.ended = recorder.ended, []
     try:
         yield
     finally:
-        noted, recorder.ended = recorder.ended, before
-        if before is not None:
-            before += noted
+        noted, recorder.ended = recorder.ended, previous
+        if previous is not None:
+            previous += noted
         for call, _, _ in noted:
             kind, shape = _KINDS.get(call[OPERATION]), call[SHAPE]
             if kind is not None and shape is not None:

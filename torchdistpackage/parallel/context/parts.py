@@ -31,9 +31,9 @@ def ascending(ranges: Iterable[range]) -> list[range]:
     return sorted(ranges, key=lambda each: each.start)
 
 
-def reordered(x: Tensor, dim: int, present: Sequence[range], wanted: Sequence[range]) -> Tensor:
-    """Return `x` reordered along `dim` from the ranges `present` to the ranges `wanted`."""
-    if list(present) == list(wanted):
+def reordered(x: Tensor, dim: int, present: Sequence[range], target: Sequence[range]) -> Tensor:
+    """Return `x` reordered along `dim` from the ranges `present` to the ranges `target`."""
+    if list(present) == list(target):
         return x
     slices = dict(zip(present, places(tuple(present)), strict=True))
-    return torch.cat([x.narrow(dim, slices[each].start, len(each)) for each in wanted], dim)
+    return torch.cat([x.narrow(dim, slices[each].start, len(each)) for each in target], dim)

@@ -18,5 +18,5 @@ def kept_choices(experts: Tensor, num_experts: int, places: int) -> Tensor:
         by_expert, torch.arange(num_experts, device=chosen.device).expand(batch, -1).contiguous()
     )
     position = torch.arange(seq_len * top_k, device=chosen.device) - firsts.gather(1, by_expert)
-    kept = torch.empty_like(chosen, dtype=torch.bool).scatter_(1, order, position < places)
-    return kept.view(batch, seq_len, top_k).transpose(0, 1)
+    has_room = torch.empty_like(chosen, dtype=torch.bool).scatter_(1, order, position < places)
+    return has_room.view(batch, seq_len, top_k).transpose(0, 1)

@@ -203,11 +203,11 @@ class PendingDispatch:
         """Return the dispatch of `places` rows for each expert; no host reads a device for it."""
         group, bounds, order = self._group, self._bounds, self._order
         size, index = group.size(), group.rank()
-        held = [last - first for first, last in pairwise(bounds)]
-        sent = tuple(num * places for num in held)
-        here = held[index]
-        blocks = torch.full((size, here), places, device=order.device)
-        received, lengths = (here * places,) * size, [[places] * here] * size
+        num_experts_of = [last - first for first, last in pairwise(bounds)]
+        sent = tuple(num * places for num in num_experts_of)
+        num_local = num_experts_of[index]
+        blocks = torch.full((size, num_local), places, device=order.device)
+        received, lengths = (num_local * places,) * size, [[places] * num_local] * size
         plan = Dispatch(order, *self._size, group, sent, received, blocks, lengths, is_padded=True)
         return plan, [index] if not is_queued(group) and bool(self._bad) else []
 
@@ -436,7 +436,7 @@ def _of_tokens(rows: Tensor, plan: Choices, weights: Tensor | None = None) -> Te
     if weights is None:
         return full.sum(1)
     y = full[:, 0] * weights[:, :1]
-    for place in range(1, plan.top_k):
+    for choice in range(1, plan.top_k):
         # y has the wider dtype of rows and weights, so the sum over choices is rounded once below
-        y.addcmul_(full[:, place].to(y.dtype), weights[:, place, None].to(y.dtype))
+        y.addcmul_(full[:, choice].to(y.dtype), weights[:, choice, None].to(y.dtype))
     return y.to(rows.dtype)

@@ -125,10 +125,10 @@ class MoELayer(Marked):
         self.mark()
 
     @classmethod
-    def of_shape(cls, dim: int, shape: MoEShape, **how: Any) -> "MoELayer":
-        """Return the layer of a shape; `how` are further arguments of the class."""
+    def of_shape(cls, dim: int, shape: MoEShape, **options: Any) -> "MoELayer":
+        """Return the layer of a shape; `options` are further arguments of the class."""
         return cls(
-            dim, **{field.name: getattr(shape, field.name) for field in fields(shape)}, **how
+            dim, **{field.name: getattr(shape, field.name) for field in fields(shape)}, **options
         )
 
     @property
@@ -200,10 +200,10 @@ class MoELayer(Marked):
         if self.shape.capacity_factor is None:
             return None
         shape, experts = self.shape, experts.view(*size[:2], -1)
-        kept = kept_choices(experts, shape.num_experts, shape.capacity(size[0]))
+        choices = kept_choices(experts, shape.num_experts, shape.capacity(size[0]))
         if self.training:
-            self.router.counter.add_dropped((~kept).sum())
-        return kept.flatten(0, 1)
+            self.router.counter.add_dropped((~choices).sum())
+        return choices.flatten(0, 1)
 
     def _padded_places(self, size: torch.Size) -> int | None:
         """Return how many rows each expert is sent, of which some are padding; None: no padding.
@@ -235,12 +235,12 @@ class MoELayer(Marked):
             k.removeprefix("experts."): v for k, v in state.items() if k.startswith("experts.")
         }
         self.experts.from_full(experts)
-        rest = {k: v for k, v in state.items() if not k.startswith("experts.")}
+        other_weights = {k: v for k, v in state.items() if not k.startswith("experts.")}
         for path, part in self.named_children():
             if part is not self.experts:
                 of_part = {
                     k.removeprefix(f"{path}."): v
-                    for k, v in rest.items()
+                    for k, v in other_weights.items()
                     if k.startswith(path + ".")
                 }
                 part.from_full(of_part) if isinstance(part, ParallelMlp) else part.load_state_dict(

@@ -53,7 +53,7 @@ class _SwigluInTurn(torch.autograd.Function):
     def forward(ctx, rows: Tensor, gate_up: Tensor, down: Tensor, runs: Sequence[Sequence[slice]]):
         ctx.runs = runs = [_pieces(spans) for spans in runs]
         width, num = down.shape[2], _longest(runs)
-        room, out, kept = rows.new_empty(num, width), torch.empty_like(rows), []
+        room, out, inputs = rows.new_empty(num, width), torch.empty_like(rows), []
         for first, second, spans in zip(gate_up, down, runs, strict=True):
             for span in spans:
                 both = rows.new_empty(span.stop - span.start, 2 * width)
@@ -61,14 +61,14 @@ class _SwigluInTurn(torch.autograd.Function):
                 torch.mm(rows[span], first.t(), out=both)
                 _aten.silu.out(both[:, :width], out=hidden).mul_(both[:, width:])
                 torch.mm(hidden, second.t(), out=out[span])
-                kept.append(both)
-        ctx.save_for_backward(rows, gate_up, down, *kept)
+                inputs.append(both)
+        ctx.save_for_backward(rows, gate_up, down, *inputs)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor):
-        rows, gate_up, down, *kept = ctx.saved_tensors
+        rows, gate_up, down, *inputs = ctx.saved_tensors
         width, num = down.shape[2], _longest(ctx.runs)
         rooms = [rows.new_empty(num, n) for n in (width, width, 2 * width)]
         grads = [
@@ -76,7 +76,7 @@ class _SwigluInTurn(torch.autograd.Function):
             for x, needed in zip((rows, gate_up, down), ctx.needs_input_grad, strict=False)
         ]
         into_rows, into_first, into_second = grads
-        later = iter(kept)
+        later = iter(inputs)
         for e, spans in enumerate(ctx.runs):
             for number, span in enumerate(spans):
                 both = next(later)

@@ -69,8 +69,8 @@ def capacity_of(shape: MoEShape, seq_len: int) -> int:
     """Return the places of an expert in one sequence."""
     if shape.capacity_factor is None:
         return seq_len * shape.top_k
-    wanted = shape.capacity_factor * seq_len * shape.top_k / shape.num_experts
-    return -int(-wanted // 1)
+    mean_rows = shape.capacity_factor * seq_len * shape.top_k / shape.num_experts
+    return -int(-mean_rows // 1)
 
 
 def _best(scores: Sequence[float], shape: MoEShape) -> list[int]:
@@ -78,8 +78,8 @@ def _best(scores: Sequence[float], shape: MoEShape) -> list[int]:
     width, experts = shape.num_experts // shape.num_groups, range(shape.num_experts)
     groups = [scores[g * width : (g + 1) * width] for g in range(shape.num_groups)]
     value = [sum(sorted(group)[-2:]) for group in groups]
-    kept = sorted(range(len(groups)), key=lambda g: -value[g])[: shape.top_groups]
-    return sorted((e for e in experts if e // width in kept), key=lambda e: -scores[e])[
+    best_groups = sorted(range(len(groups)), key=lambda g: -value[g])[: shape.top_groups]
+    return sorted((e for e in experts if e // width in best_groups), key=lambda e: -scores[e])[
         : shape.top_k
     ]
 

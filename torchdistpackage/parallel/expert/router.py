@@ -136,8 +136,8 @@ class TopKRouter(nn.Module):
             best = of_group.sort(dim=-1, descending=True, stable=True).indices[
                 ..., : shape.top_groups
             ]
-            kept = torch.zeros_like(of_group, dtype=torch.bool).scatter_(-1, best, True)
-            scores = grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(-2)
+            is_allowed = torch.zeros_like(of_group, dtype=torch.bool).scatter_(-1, best, True)
+            scores = grouped.masked_fill(~is_allowed.unsqueeze(-1), -torch.inf).flatten(-2)
         # topk leaves open which of equal scores it takes
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., : shape.top_k]
 

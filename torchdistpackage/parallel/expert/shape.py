@@ -91,7 +91,7 @@ def numbers(
         Matmul(routed, dim, hidden),
     ]
     item, wide = ITEM_BYTES[batch.stream], max(ITEM_BYTES[batch.stream], 4)
-    kept = {
+    kept_bytes = {
         "scores of the router": batch.rows * (dim + 2 * shape.num_experts) * wide,
         "tokens of experts": routed * dim * item,
         "before activation of experts": routed * int(matmuls[1].n) * item,
@@ -99,8 +99,8 @@ def numbers(
         "results of experts": routed * dim * item,
     }
     if shape.gated:
-        kept["activated gate of experts"] = routed * hidden * item
-    layer = LayerNumbers("experts", tuple(calls), tuple(matmuls), kept, is_exact=False)
+        kept_bytes["activated gate of experts"] = routed * hidden * item
+    layer = LayerNumbers("experts", tuple(calls), tuple(matmuls), kept_bytes, is_exact=False)
     if shape.shared_hidden is not None:
         shared = {k.removeprefix("shared."): v for k, v in cuts.items() if k.startswith("shared.")}
         layer |= layer_numbers.mlp(place, shared, dim, shape.gated)

@@ -196,10 +196,10 @@ class LossDivision:
         factor = num_samples * num_replicas / _divisor(totals)
         alone = [x for i, x in enumerate(self._holders) if i not in self._before]
         scale_gradients(alone, factor)  # type: ignore[arg-type]
-        for i, before in self._before.items():
+        for i, divided in self._before.items():
             gradient = self._holders[i].grad
             if gradient is not None:
-                gradient.sub_(before).mul_(factor.to(before.device)).add_(before)
+                gradient.sub_(divided).mul_(factor.to(divided.device)).add_(divided)
         for reducer in self._late:
             with reducer.scheduled():
                 pass

@@ -111,8 +111,8 @@ def backward_input(
         node.register_prehook(partial(point.take, positions))
     waiting = frozenset().union(*(point.leaves for point in points.values()))
     deferred.parameters = frozenset(id(leaf.variable) for leaf in waiting)
-    wanted = [*inputs, *(leaf.variable for leaf in at_once)]
-    _accumulate(outputs, gradients, wanted)
+    targets = [*inputs, *(leaf.variable for leaf in at_once)]
+    _accumulate(outputs, gradients, targets)
     if gradients[0].is_cuda:
         # Autograd may have computed these on another stream; the second pass uses them on this one,
         # so the allocator must not reuse their memory before it is done.

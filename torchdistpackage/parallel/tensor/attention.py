@@ -77,13 +77,13 @@ def rotary_frequencies(
         original = rope.original_max_position_embeddings
         assert low is not None and high is not None and original is not None
         turns = original / (2 * math.pi / frequency)
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
-        return (1 - kept) * frequency / rope.factor + kept * frequency
+        blend = ((turns - low) / (high - low)).clamp(0, 1)
+        return (1 - blend) * frequency / rope.factor + blend * frequency
     first, last = rope.yarn_ramp(head_dim)
     pair = torch.arange(head_dim // 2, dtype=dtype, device=device)
     # a ramp of no length is a step
-    kept = 1 - ((pair - first) / (last - first or 1e-3)).clamp(0, 1)
-    return 1.0 / (rope.factor * period) * (1 - kept) + frequency * kept
+    blend = 1 - ((pair - first) / (last - first or 1e-3)).clamp(0, 1)
+    return 1.0 / (rope.factor * period) * (1 - blend) + frequency * blend
 
 
 def rotate(x: Tensor, tables: Tables) -> Tensor:

@@ -113,19 +113,19 @@ class _ColumnProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        wanted = is_wanted(ctx)
+        needs_grad = is_wanted(ctx)
         if torch.is_grad_enabled():
-            dx, *others = _differentiable_gradients(x, (grad,), (weight,), wanted, ctx.group)
+            dx, *others = _differentiable_gradients(x, (grad,), (weight,), needs_grad, ctx.group)
             return dx, None, *others
         part, finish = as_matrix(grad), None
-        if wanted[0]:
+        if needs_grad[0]:
             dx = part.mm(weight).view(x.shape)
             finish = primitives.all_reduce(dx, ctx.group, async_op=True).wait
         by_rows = weight.is_contiguous()
-        of_weight = weight_gradient(as_matrix(x), part, by_rows) if wanted[1] else None
-        if len(wanted) == 2:
+        of_weight = weight_gradient(as_matrix(x), part, by_rows) if needs_grad[1] else None
+        if len(needs_grad) == 2:
             return None if finish is None else finish(), None, of_weight
-        of_bias = part.sum(0) if wanted[2] else None
+        of_bias = part.sum(0) if needs_grad[2] else None
         return None if finish is None else finish(), None, of_weight, of_bias
 
 
@@ -150,14 +150,14 @@ class _ColumnProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        wanted = is_wanted(ctx)
+        needs_grad = is_wanted(ctx)
         if torch.is_grad_enabled():
-            dx, *others = _differentiable_gradients(x, grads, weights, wanted, ctx.group)
+            dx, *others = _differentiable_gradients(x, grads, weights, needs_grad, ctx.group)
             return dx, None, None, *others
-        dx, finish = input_gradient(grads, weights) if wanted[0] else None, None
+        dx, finish = input_gradient(grads, weights) if needs_grad[0] else None, None
         if dx is not None:
             finish = primitives.all_reduce(dx, ctx.group, async_op=True).wait
-        others = parameter_gradients(x, grads, weights, wanted[1:])
+        others = parameter_gradients(x, grads, weights, needs_grad[1:])
         return None if finish is None else finish(), None, None, *others
 
 
@@ -165,13 +165,13 @@ def _differentiable_gradients(
     x: Tensor,
     grads: Sequence[Tensor | None],
     weights: Sequence[Tensor],
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
     group: Group,
 ) -> list[Tensor | None]:
     """Return the gradients of x and the parameters as a differentiable graph, without overlap."""
-    dx = input_gradient(grads, weights) if wanted[0] else None
+    dx = input_gradient(grads, weights) if needs_grad[0] else None
     x = apply(IdentityForward(group), x)  # of whose gradient each rank then has a part, as before
-    others = parameter_gradients(x, grads, weights, wanted[1:])
+    others = parameter_gradients(x, grads, weights, needs_grad[1:])
     return [None if dx is None else apply(Reduce(group), dx), *others]
 
 

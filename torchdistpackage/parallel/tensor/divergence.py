@@ -237,15 +237,15 @@ class _TopKDivergence(torch.autograd.Function):
         width = x.shape[-1]
         is_own = (columns >= 0) & (columns < width)
         columns = torch.where(is_own, columns, 0)
-        found = torch.zeros_like(log_sums)
+        divergence = torch.zeros_like(log_sums)
         if width:
             student = terms.log_softmax(x.gather(-1, columns), log_sums)
-            found = torch.where(is_own, teacher.exp() * (teacher - student), 0).sum(-1)
+            divergence = torch.where(is_own, teacher.exp() * (teacher - student), 0).sum(-1)
         if terms.group is not None:
-            all_reduce(found, terms.group)
+            all_reduce(divergence, terms.group)
         ctx.terms = terms
         ctx.save_for_backward(logits, log_sums, teacher.exp() * is_own, columns)
-        return found.view(logits.shape[:-1])
+        return divergence.view(logits.shape[:-1])
 
     @staticmethod
     @once_differentiable

@@ -116,9 +116,9 @@ class FeatureParallelEmbedding(_Embedding):
         LayoutError: a rank would have no part of dim, or the result is to stay cut along two dims.
     """
 
-    def __init__(self, vocab: int, dim: int, *, gather_output: bool = True, **how: Any):
+    def __init__(self, vocab: int, dim: int, *, gather_output: bool = True, **options: Any):
         self.gather_output = gather_output
-        super().__init__(vocab, dim, **how)
+        super().__init__(vocab, dim, **options)
 
     def problems(self) -> list[str]:
         reasons = feature_problems("dim", self.dim, self.group.size())
@@ -244,7 +244,7 @@ def vocab_range(vocab: int, group: Group, sizes: Sizes | None = None) -> tuple[i
     return sum(rank_sizes[:rank]), rank_sizes[rank]
 
 
-def check_ids(ids: Tensor, vocab: int, what: str) -> None:
+def check_ids(ids: Tensor, vocab: int, noun: str) -> None:
     """Refuse ids outside 0..vocab-1 where looking costs nothing: on the CPU. A graph looks when it
     runs, and raises RuntimeError.
 
@@ -255,12 +255,12 @@ def check_ids(ids: Tensor, vocab: int, what: str) -> None:
         return
     if is_traced():
         fits = ((ids >= 0) & (ids < vocab)).all()
-        torch._assert_async(fits, f"{what} hold values outside 0 to {vocab - 1}")
+        torch._assert_async(fits, f"{noun} hold values outside 0 to {vocab - 1}")
         return
     low, high = (int(edge) for edge in torch.aminmax(ids))
     if low < 0 or high >= vocab:
         raise DataError(
-            f"{what} of shape {tuple(ids.shape)} hold values from {low} to {high}, but the "
+            f"{noun} of shape {tuple(ids.shape)} hold values from {low} to {high}, but the "
             f"vocabulary is 0 to {vocab - 1}; use the tokenizer of this model, or a larger vocab"
         )
 

@@ -80,15 +80,15 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     return y if bias is None else y + bias
 
 
-def use_float8(module: nn.Module, device: torch.device, how: str = "linear") -> list[str]:
+def use_float8(module: nn.Module, device: torch.device, recipe: str = "linear") -> list[str]:
     """Let every ColumnLinear and RowLinear inside multiply in float8; their names.
 
-    how: `precision.fp8`; off: none does.
+    recipe: `precision.fp8`; off: none does.
 
     Raises:
         ConfigError: there is none, this GPU has no float8, or features that do not fit; lists all.
     """
-    if how == "off":
+    if recipe == "off":
         return []
     layers = [(name, m) for name, m in module.named_modules() if isinstance(m, Linear)]
     if not layers:

@@ -94,22 +94,22 @@ class LossTargets:
         start, width = terms.columns
         column = ids - start
         is_local = (column >= 0) & (column < width) & ~ignored
-        kept = (~ignored).to(torch.promote_types(logits_dtype, torch.float32))
-        factor, own_weights, total = kept, None, float(terms.vocab)
+        is_counted = (~ignored).to(torch.promote_types(logits_dtype, torch.float32))
+        factor, own_weights, total = is_counted, None, float(terms.vocab)
         if weight is not None:
             if weight.shape != (terms.vocab,):
                 raise LayoutError(
                     f"class weights of shape {tuple(weight.shape)} for a vocabulary of "
                     f"{terms.vocab}; pass all {terms.vocab} of them on every rank"
                 )
-            weight = weight.detach().to(kept.device, kept.dtype)
+            weight = weight.detach().to(is_counted.device, is_counted.dtype)
             own_weights, total = weight[start : start + width], weight.sum()
-            factor = weight[ids.clamp(0, terms.vocab - 1)] * kept
+            factor = weight[ids.clamp(0, terms.vocab - 1)] * is_counted
         return cls(
             target.shape,
             column.masked_fill(~is_local, 0),
             is_local,
-            kept,
+            is_counted,
             factor,
             own_weights,
             total,

@@ -81,11 +81,11 @@ def linear(weight: Layout, batch: Microbatch) -> Matmul:
 def embedding(place: "CallPlace", dim: int) -> LayerNumbers:
     """Token vectors by id, from a table cut by rows."""
     batch = place.of
-    kept = {"ids": batch.rows * ITEM_BYTES["int64"]}
+    kept_bytes = {"ids": batch.rows * ITEM_BYTES["int64"]}
     if batch.tensor == 1:
-        return LayerNumbers("embedding", kept=kept)
+        return LayerNumbers("embedding", kept=kept_bytes)
     return LayerNumbers(
-        "embedding", (*place.row(dim, batch.stream),), (), kept | {"mask": batch.rows}
+        "embedding", (*place.row(dim, batch.stream),), (), kept_bytes | {"mask": batch.rows}
     )
 
 
@@ -93,12 +93,12 @@ def norm(place: "CallPlace", dim: int, kind: str) -> LayerNumbers:
     """A norm over the last dim, "layer" or "rms", on this rank's tokens."""
     rows, item = place.rows, ITEM_BYTES[place.of.stream]
     if kind == "layer":
-        kept = {"norm input": rows * dim * item, "norm": 2 * rows * item}
+        kept_bytes = {"norm input": rows * dim * item, "norm": 2 * rows * item}
     else:  # on a CPU by operations of float32, of which two keep a tensor; on a GPU by a kernel
         wide = max(item, 4)
-        kept = {"norm input": rows * dim * item, "norm": rows * wide}
-        kept["norm in steps"] = rows * dim * (2 * wide - item)
-    return LayerNumbers("norm", kept=kept)
+        kept_bytes = {"norm input": rows * dim * item, "norm": rows * wide}
+        kept_bytes["norm in steps"] = rows * dim * (2 * wide - item)
+    return LayerNumbers("norm", kept=kept_bytes)
 
 
 def attention(
@@ -126,22 +126,22 @@ def attention(
     # other kernels, which keep more
     is_exact = not (batch.drops or batch.has_positions or batch.tokens != seq_len)
     item, width = ITEM_BYTES[batch.products], int(sum(each.n for each in first))
-    kept = {"input": batch.rows * dim * item} | _narrow_weights(batch, matmuls)
+    kept_bytes = {"input": batch.rows * dim * item} | _narrow_weights(batch, matmuls)
     if batch.drops:  # a kernel that has all scores, their softmax and their mask
-        kept["scores"] = 3 * heads * batch.tokens * seq_len * item
+        kept_bytes["scores"] = 3 * heads * batch.tokens * seq_len * item
     else:
-        kept["softmax"] = batch.rows * (q // head_dim) * max(item, 4)
-        kept["heads"] = batch.rows * q * item
+        kept_bytes["softmax"] = batch.rows * (q // head_dim) * max(item, 4)
+        kept_bytes["heads"] = batch.rows * q * item
     if is_rotary or batch.drops:
         kv = (width - q) // 2
-        kept["turned queries and keys"] = batch.rows * (q + kv) * item
+        kept_bytes["turned queries and keys"] = batch.rows * (q + kv) * item
         # a view of values keeps all that one matmul gave
         values_width = kv if batch.drops else (width if len(first) == 1 else 2 * kv)
-        kept["values"] = batch.rows * values_width * item
-        kept["joined heads"] = batch.rows * q * item
+        kept_bytes["values"] = batch.rows * values_width * item
+        kept_bytes["joined heads"] = batch.rows * q * item
     else:
-        kept["queries, keys and values"] = batch.rows * width * item
-    return LayerNumbers("attention", calls, (*matmuls, scores, values), kept, is_exact)
+        kept_bytes["queries, keys and values"] = batch.rows * width * item
+    return LayerNumbers("attention", calls, (*matmuls, scores, values), kept_bytes, is_exact)
 
 
 def rotary(batch: Microbatch, head_dim: int) -> LayerNumbers:
@@ -159,14 +159,14 @@ def mlp(
     down = linear(cuts["down.weight"], batch)
     item = ITEM_BYTES[batch.products]
     hidden = batch.rows * int(down.k) * item
-    kept = {
+    kept_bytes = {
         "input": batch.rows * dim * item,
         "before activation": batch.rows * int(up.n) * item,
         "hidden": hidden,
     } | _narrow_weights(batch, (up, down))
     if gated:
-        kept["activated gate"] = hidden
-    return LayerNumbers("mlp", _pair(place, dim, again), (up, down), kept)
+        kept_bytes["activated gate"] = hidden
+    return LayerNumbers("mlp", _pair(place, dim, again), (up, down), kept_bytes)
 
 
 def head(place: "CallPlace", weight: Layout, dim: int) -> LayerNumbers:
@@ -175,12 +175,12 @@ def head(place: "CallPlace", weight: Layout, dim: int) -> LayerNumbers:
     calls = (*place.column(dim, batch.products), *place.loss()) if batch.tensor > 1 else ()
     matmul = linear(weight, batch)
     item = ITEM_BYTES[batch.products]
-    kept = {
+    kept_bytes = {
         "input": batch.rows * dim * item,
         "logits": batch.rows * int(matmul.n) * item,
         "softmax of the loss": 2 * batch.rows * ITEM_BYTES[batch.losses],
     } | _narrow_weights(batch, (matmul,))
-    return LayerNumbers("head", calls, (matmul,), kept)
+    return LayerNumbers("head", calls, (matmul,), kept_bytes)
 
 
 def _pair(place: "CallPlace", dim: int, again: bool) -> tuple[CallCount, ...]:
@@ -261,8 +261,8 @@ class CallPlace:
         else:
             yield self._sum(width, results, self.forward if again else 1)
         yield self._sum(width, tokens, backward)
-        what = "gradients of weights of experts"
-        yield self._call("all_reduce", self.of.rows * top_k, weights, what, backward)
+        label = "gradients of weights of experts"
+        yield self._call("all_reduce", self.of.rows * top_k, weights, label, backward)
 
     def joined_sequence(self, width: int, dtype: str) -> CallCount:
         """Return the call that gathers a sequence from its slices."""
@@ -275,10 +275,10 @@ class CallPlace:
     def loss(self) -> Iterator[CallCount]:
         """Yield the calls of a loss of logits cut by columns: each token's largest logit, then two
         sums over its logits, or three with label smoothing."""
-        batch, what = self.of, "of the softmax of the loss"
+        batch, label = self.of, "of the softmax of the loss"
         tokens, number = (batch.tokens, batch.samples) if batch.by_row else (batch.rows, 1)
-        yield self._call("all_reduce", tokens, batch.losses, what, number)
-        yield self._call("all_reduce", (2 + batch.smooths) * tokens, batch.losses, what, number)
+        yield self._call("all_reduce", tokens, batch.losses, label, number)
+        yield self._call("all_reduce", (2 + batch.smooths) * tokens, batch.losses, label, number)
 
     def _sum(self, width: int, dtype: str, number: int = 1) -> CallCount:
         return self._call("all_reduce", self.of.rows * width, dtype, "activations", number)
@@ -290,8 +290,8 @@ class CallPlace:
     def _scatter(self, width: int, dtype: str, number: int = 1) -> CallCount:
         return self._call("reduce_scatter", self.of.rows * width, dtype, "activations", number)
 
-    def _call(self, operation: str, num: int, dtype: str, what: str, number: int = 1) -> CallCount:
-        return CallCount("tensor", operation, num, dtype, what, number)
+    def _call(self, operation: str, num: int, dtype: str, label: str, number: int = 1) -> CallCount:
+        return CallCount("tensor", operation, num, dtype, label, number)
 
 
 def dispatch(
@@ -314,9 +314,9 @@ def dispatch(
     rows = (batch.rows * top_k if padded_rows is None else num_experts * padded_rows) * width
     counts = 0 if padded_rows is not None else forward
     both = forward + int(batch.trains)
-    for operation, num, dtype, what, number in (
+    for operation, num, dtype, label, number in (
         ("all_gather", num_experts + 1, "int64", "how many tokens go where", counts),
         ("all_to_all", rows, tokens, "tokens to their experts and their gradients", both),
         ("all_to_all", rows, results, "results of experts and their gradients", both),
     ):
-        yield CallCount("expert", operation, num, dtype, what, number)
+        yield CallCount("expert", operation, num, dtype, label, number)

@@ -263,11 +263,11 @@ class _HeadsHere:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         arguments = list(args)
-        for name, place in self.places.items():
+        for name, index in self.places.items():
             if name in kwargs:
                 kwargs = {**kwargs, name: self._mine(kwargs[name])}
-            elif place < len(arguments):
-                arguments[place] = self._mine(arguments[place])
+            elif index < len(arguments):
+                arguments[index] = self._mine(arguments[index])
         return tuple(arguments), kwargs
 
     def _mine(self, x: Any) -> Any:

@@ -75,15 +75,17 @@ def parameter_gradients(
     x: Tensor,
     grads: Sequence[Tensor | None],
     weights: Sequence[Tensor],
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
     """Return the gradients of the weights that x was multiplied by, and then of the biases, if any.
 
-    grads: of the products. wanted: whether that of each weight and bias is.
+    grads: of the products. needs_grad: whether that of each weight and bias is.
     """
     rows, of_weights, of_biases = as_matrix(x), list[Tensor | None](), list[Tensor | None]()
-    for_biases = wanted[len(weights) :] or (False,) * len(weights)
-    for grad, weight, for_weight, for_bias in zip(grads, weights, wanted, for_biases, strict=False):
+    for_biases = needs_grad[len(weights) :] or (False,) * len(weights)
+    for grad, weight, for_weight, for_bias in zip(
+        grads, weights, needs_grad, for_biases, strict=False
+    ):
         part = None if grad is None else as_matrix(grad)
         of_weights.append(
             weight_gradient(rows, part, weight.is_contiguous())
@@ -91,7 +93,7 @@ def parameter_gradients(
             else None
         )
         of_biases.append(part.sum(0) if for_bias and part is not None else None)
-    return of_weights if len(wanted) == len(weights) else of_weights + of_biases
+    return of_weights if len(needs_grad) == len(weights) else of_weights + of_biases
 
 
 def deferred(node: Any, argument: int, first: int) -> tuple[Any, ...]:

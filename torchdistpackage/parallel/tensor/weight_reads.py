@@ -177,10 +177,10 @@ def _places(layout: Layout, num: int) -> tuple[int, list[int], Tensor | None]:
         return dim, lengths, None
     for rank, length in enumerate(lengths):
         for box, local in blocks(layout, mesh, rank):
-            for offset, place in enumerate(range(box[dim].start, box[dim].stop)):
-                index_of.setdefault(place, start + local[dim].start + offset)
+            for offset, position in enumerate(range(box[dim].start, box[dim].stop)):
+                index_of.setdefault(position, start + local[dim].start + offset)
         start += length
-    return dim, lengths, torch.tensor([index_of[place] for place in range(layout.shape[dim])])
+    return dim, lengths, torch.tensor([index_of[position] for position in range(layout.shape[dim])])
 
 
 def _mesh(layout: Layout, num: int) -> Mesh:

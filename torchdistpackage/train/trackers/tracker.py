@@ -102,8 +102,8 @@ def scalars(row: Row) -> Iterator[tuple[str, float]]:
             inner = value
         elif isinstance(value, list):
             inner = dict(enumerate(value))
-        for name, one in inner.items():
-            if (scalar := number(one)) is not None:
+        for name, item in inner.items():
+            if (scalar := number(item)) is not None:
                 yield f"{key}/{name}" if name != "" else key, scalar
 
 

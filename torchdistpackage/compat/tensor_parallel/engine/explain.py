@@ -50,10 +50,10 @@ def explained_rules(
     module: nn.Module, num_shards: int, tensor_parallel_config: Config | None = None
 ) -> tuple[PlanTable, dict[str, dict[Any, Any]]]:
     """Return the plan as a table, and by path what shards do with the outputs of a part."""
-    config, kept = tensor_parallel_config or plan_for(module, num_shards), {}
+    config, unsplit = tensor_parallel_config or plan_for(module, num_shards), {}
     if config is None:
         rules = default_rules(module, num_shards)
-        config, kept = rules.config(), rules.kept
+        config, unsplit = rules.config(), rules.kept
     config = add_lora_rules(module, config)
     actions = state_actions(module, config)
     rows = []
@@ -66,7 +66,7 @@ def explained_rules(
         for name in names:
             if matched := find_matching_actions("output", name, config.output_rules):
                 outputs.setdefault(names[0], {}).update(matched)
-    return PlanTable(tuple(rows), {}, kept), outputs
+    return PlanTable(tuple(rows), {}, unsplit), outputs
 
 
 def parameter_row(name: str, tensor: Tensor, action: StateAction, num: int) -> ParameterRow:

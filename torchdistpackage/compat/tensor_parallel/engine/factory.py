@@ -92,11 +92,11 @@ def split_module(
     """
     if config is None:
         config = plan_for(module, num)
-    kept: dict[str, str] = {}
+    unsplit: dict[str, str] = {}
     by_rules = config is None and num > 1
     if by_rules:
         rules = default_rules(module, num)
-        config, kept = rules.config(), rules.kept
+        config, unsplit = rules.config(), rules.kept
     if isinstance(example, Tensor):
         example = (example,)
     arguments: Any = ((), example) if isinstance(example, dict) else (example, {})
@@ -106,7 +106,7 @@ def split_module(
     table = None
     if explain:
         table = tabulate(module, max(num, 1), config, *arguments)
-        table.kept.update(kept)
+        table.kept.update(unsplit)
         table = replace(table, check=f"first forward: {described(why_not)}")
         LOG.info("%s", table)
     elif why_not is not None and num > 1 and (verify or (by_rules and verify is None)):

@@ -108,11 +108,11 @@ def deal_heads(
     queries, keys = list[tuple[int, ...]](), list[tuple[int, ...]]()
     for run in _runs(each, world_size):
         heads = tuple(block * each + head for block in range(blocks) for head in run)
-        wanted = [head // per_key for head in heads]
-        distinct = tuple(sorted(set(wanted)))
-        counts = {wanted.count(key) for key in distinct}
+        key_heads = [head // per_key for head in heads]
+        distinct = tuple(sorted(set(key_heads)))
+        counts = {key_heads.count(key) for key in distinct}
         queries.append(heads)
-        keys.append(distinct if len(counts) == 1 else tuple(wanted))
+        keys.append(distinct if len(counts) == 1 else tuple(key_heads))
     return Heads(tuple(queries), tuple(keys), head_dim, per_key)
 
 

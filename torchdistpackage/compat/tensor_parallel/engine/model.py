@@ -117,8 +117,8 @@ class ParallelModule(SplitRoot, TakesNoAdapters):
     def _add_shard(
         self, module: nn.Module, bound: Config, device: torch.device, rank: int, num: int
     ) -> None:
-        place = torch.device("cpu") if self.need_delayed_init else device
-        shard, modified = make_shard(module, place, bound, rank=rank, world_size=num)
+        target = torch.device("cpu") if self.need_delayed_init else device
+        shard, modified = make_shard(module, target, bound, rank=rank, world_size=num)
         self.module_shards.append(shard)
         self.modified_parameters_names |= modified
 
@@ -158,8 +158,8 @@ class ParallelModule(SplitRoot, TakesNoAdapters):
 
     def mark_cut(self, name: str, parameter: nn.Parameter) -> None:
         """Note on a parameter of a rank's shard, by its name here, how it is cut."""
-        if (place := self._places_of.get(name)) is not None:
-            note_place(parameter, ShardPlace(*place))
+        if (shard_place := self._places_of.get(name)) is not None:
+            note_place(parameter, ShardPlace(*shard_place))
         layout = self._layouts.get(name)
         if layout is not None and not layout.is_whole:
             mark_parameter(parameter, layout, self._group, name.count("."))

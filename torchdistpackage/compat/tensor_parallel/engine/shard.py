@@ -162,8 +162,8 @@ def named_aliases(module: nn.Module) -> list[tuple[Tensor, list[str]]]:
 
 def emptied(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the same kind without elements, for the copy of a module to hold."""
-    place = tensor.device if tensor.device.type == "meta" else device
-    empty = torch.empty(0, dtype=tensor.dtype, device=place)
+    target = tensor.device if tensor.device.type == "meta" else device
+    empty = torch.empty(0, dtype=tensor.dtype, device=target)
     return nn.Parameter(empty, tensor.requires_grad) if is_parameter(tensor) else empty
 
 

@@ -50,21 +50,21 @@ NUM_TRIALS = 3
 
 
 def why_not_compared(
-    module: nn.Module, devices: Sequence[torch.device], by_rules: bool, wanted: bool | None
+    module: nn.Module, devices: Sequence[torch.device], by_rules: bool, is_requested: bool | None
 ) -> str | None:
     """Return why `tensor_parallel` does not compare; None: it does.
 
-    wanted: what its caller said.
+    is_requested: what its caller said.
     """
-    if wanted is False:
+    if is_requested is False:
         return "verify=False"
-    if wanted is None and not by_rules:
+    if is_requested is None and not by_rules:
         return "the plan is of a known family or the caller's own"
     tensors = [*module.parameters(), *module.buffers()]
     if any(tensor.is_meta for tensor in tensors):
         return "the unsplit module has no weights, it is on the meta device"
     num_bytes = sum(map(size_bytes, tensors))
-    if wanted is None and num_bytes > MOST_BYTES and any(d.type != "cpu" for d in devices):
+    if is_requested is None and num_bytes > MOST_BYTES and any(d.type != "cpu" for d in devices):
         return (
             f"its {num_bytes:,} bytes of weights are more than {MOST_BYTES:,}; pass verify=True "
             f"where a device can hold all of them"
@@ -294,10 +294,10 @@ def without_trace(split: Any) -> Iterator[None]:
     states = [(random.getstate, random.setstate)]
     if (numpy := sys.modules.get("numpy")) is not None:
         states.append((numpy.random.get_state, numpy.random.set_state))
-    before = [get() for get, _ in states]
+    values = [get() for get, _ in states]
     fast = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
-        for (_, restore), state in zip(states, before, strict=True):
+        for (_, restore), state in zip(states, values, strict=True):
             stack.callback(restore, state)
         # the fast path of torch's encoder, which shards do not take, returns other padding
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
