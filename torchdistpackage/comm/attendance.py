@@ -1,7 +1,7 @@
 """Attendance checks of methods that all ranks must call but users may call on rank 0 alone.
 
 If only some ranks enter such a method, its collectives would wait for ever, or meet other calls of
-the ranks that went on. So the ranks first note in the store that they have arrived.
+the ranks that went on. So each rank first records in the store that it has arrived.
 """
 
 from collections.abc import Iterator
@@ -15,11 +15,13 @@ from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.errors import CommError
 
 LIMIT_S = 8.0
-"""Limit for ranks that share a step, which are never further apart; rank 0 may be, when it
-saves.
+"""Time limit in seconds for ranks that share a step. They are never far apart, except that rank 0
+may be saving.
 """
 FIRST_CALL_LIMIT_S = 60.0
-"""Limit for the first call within a step, before which one rank may compile longer than another."""
+"""Time limit in seconds for the first call within a step, before which one rank may compile longer
+than another.
+"""
 _NAMED = 8
 _calls: PerGroup[dict[str, int]] = PerGroup()
 """Group -> number of calls of each method."""
@@ -28,7 +30,7 @@ _num_without_peers = 0
 
 @contextmanager
 def without_peers() -> Iterator[None]:
-    """Wait for no other rank in the block, where this process stands for all ranks of its
+    """Do not wait for other ranks in the block, because this process stands for all ranks of its
     groups.
     """
     global _num_without_peers

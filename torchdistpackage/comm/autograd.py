@@ -31,11 +31,13 @@ Inputs = Sequence[Tensor]
 Cuts = Sequence[Sequence[int]]
 
 Code = tuple[str, tuple[int, ...], Lengths, Lengths]
-"""A map without its group, as its operator takes it: its kind in `KINDS`, numbers and lengths."""
+"""A map without its group, in the form its operator takes: its kind in `KINDS`, numbers and
+lengths.
+"""
 
 
 class LinearMap(Protocol):
-    """A linear map over the ranks of a group, which also gives its transpose.
+    """A linear map over the ranks of a group; it knows its transpose.
 
     It does not write to its argument, except `Reduce` with in_place.
 
@@ -53,10 +55,11 @@ class LinearMap(Protocol):
 
     @staticmethod
     def answer(xs: Inputs, index: int, cuts: Cuts, *numbers: int) -> Tensor:
-        """Return what the rank at `index` of the group gets, by plain torch, for tests.
+        """Return the result of the rank at `index` of the group, computed by plain torch, for
+        tests.
 
-        xs: the inputs of all ranks. cuts: into which lengths each rank cuts the first dim that is
-        cut. numbers: dims, or the place in the group of a source.
+        xs: the inputs of all ranks. cuts: the lengths into which each rank cuts the first split
+        dim. numbers: dims, or the index of a source in the group.
         """
         ...
 
@@ -95,7 +98,7 @@ class _LinearMapFunction(torch.autograd.Function):
 
 
 class _TracedMapFunction(torch.autograd.Function):
-    """Autograd of a map inside its operator, with the graph's collectives in the backward too."""
+    """Autograd of a map inside its operator; the graph's collectives run in the backward too."""
 
     @staticmethod
     def forward(ctx, x: Tensor, linear: LinearMap) -> Tensor:
@@ -109,7 +112,7 @@ class _TracedMapFunction(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class IdentityForward:
-    """Replicated to own: each rank continues with x on its own."""
+    """Replicated to own: each rank continues separately with x."""
 
     group: Group
 
@@ -178,9 +181,7 @@ class Scatter:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Gather: each rank's slice becomes the full tensor on all ranks, with slices joined along
-    `dim`.
-    """
+    """Gather: every rank gets the full tensor, made of all slices joined along `dim`."""
 
     group: Group
     dim: int
@@ -203,7 +204,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class AllGather(Gather):
-    """Own to own: all slices joined along `dim`, which each rank uses in its own way."""
+    """Own to own: all slices joined along `dim`, used by each rank separately."""
 
     def transposed(self) -> LinearMap:
         return ReduceScatter(self.group, self.dim, self.sizes)
@@ -297,7 +298,7 @@ class AllToAll:
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """Own to own: the tensor of global rank `source`, on every rank."""
+    """Own to own: every rank gets the tensor of global rank `source`."""
 
     group: Group
     source: int
@@ -374,10 +375,10 @@ def _run(
 
 
 def _fresh(x: Tensor) -> Tensor:
-    """Return a contiguous copy, because `x` may be an expanded gradient or a tensor that autograd
-    holds.
+    """Return a contiguous copy, because `x` may be an expanded gradient or a tensor held by
+    autograd.
 
-    A lazily conjugated or negated tensor is resolved, because back ends read its memory.
+    A lazily conjugated or negated tensor is resolved, because back ends read its memory directly.
     """
     return x.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 

@@ -1,8 +1,7 @@
-"""Transports: properties of the back end that carries a group's calls, and the device of its
-tensors.
+"""Transports: properties of the back end of a group, and the device of its tensors.
 
-This file holds the differences of gloo and NCCL. Other files ask the group's `Transport` how its
-calls behave. Another back end registers its own with `register_transport`.
+This file holds the differences between gloo and NCCL. Other files ask the group's `Transport` how
+its calls behave. Another back end registers its own with `register_transport`.
 """
 
 import atexit
@@ -47,19 +46,23 @@ _transports = {"gloo": GLOO, "nccl": NCCL}
 
 
 def register_transport(transport: Transport) -> None:
-    """Register the properties of a back end; a second one of the same name replaces the first."""
+    """Register the properties of a back end; a second registration of the same name replaces the
+    first.
+    """
     _transports[transport.name] = transport
 
 
 def transport_of(group: dist.ProcessGroup) -> Transport:
-    """Return the transport of the group; with a back end for each device type, that in use."""
+    """Return the transport of the group; if it has a back end for each device type, that of the one
+    in use.
+    """
     name = backend_of(group)
     return _transports.get(name) or Transport(name)
 
 
 def backend_of(group: dist.ProcessGroup) -> str:
-    """Return the group's back end, such as gloo or nccl; with one for each device type, that in
-    use.
+    """Return the group's back end, such as gloo or nccl; if it has one for each device type, the
+    one in use.
     """
     name = dist.get_backend(group)
     if name != "undefined" and ":" not in name:
@@ -77,10 +80,10 @@ def is_queued(group: dist.ProcessGroup) -> bool:
 
 
 def require_host_memory(call_name: str, group: dist.ProcessGroup, x: Tensor) -> None:
-    """Refuse a tensor on a device for calls that are made of gloo's messages.
+    """Refuse a tensor on a device for calls that consist of gloo's messages.
 
-    Those treat any address as host memory, and the process would crash. gloo's all_reduce and
-    broadcast copy such tensors through the host themselves.
+    gloo treats any address as host memory, so the process would crash. gloo's own all_reduce and
+    broadcast copy such tensors through the host.
 
     Raises:
         CommError: `x` is not in host memory.
@@ -94,7 +97,7 @@ def require_host_memory(call_name: str, group: dist.ProcessGroup, x: Tensor) -> 
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Return the device of tensors for this group: this rank's GPU under NCCL, or else the CPU."""
+    """Return the device of tensors for this group: this rank's GPU under NCCL, else the CPU."""
     if transport_of(group).device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(transport_of(group).device_type)
@@ -103,23 +106,22 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
 # -- gloo's threads ------------------------------------------------------------------------
 
 _READERS = "gloo_tcp_loop"
-"""Name of gloo's threads that read its sockets, one for each group; in torch 2.11 they
-have none.
-"""
+"""Name of gloo's threads that read its sockets, one per group; torch 2.11 leaves them unnamed."""
 _WORKERS = "pt_gloo_runloop"
 """Name of the threads that run gloo's collectives, two for each group."""
 _TASKS = Path("/proc/self/task")
 
 
 def deprioritize(yielding: bool = True) -> int:
-    """Let gloo's reader threads yield to computing threads; return how many there are.
+    """Lower the priority of gloo's reader threads below computing threads; return how many there
+    are.
 
     gloo's thread wakes with every byte that arrives. If all cores compute, it preempts a thread
     that is often about to post a message and holds the lock of that connection. Then it leaves the
     event to its next look at the socket (`Pair::handleEvents` in gloo's transport/tcp/pair.cc),
-    which comes at once, and so it polls until the scheduler switches. That makes a pipeline step
-    of small messages on two cores 1.6 to 2.3 times as long (benchmarks/results/pipeline.md). A
-    batch thread (SCHED_BATCH) waits for an idle core or the end of a time slice; with an idle core
+    which comes at once, and so it polls until the scheduler switches. That makes a pipeline step of
+    small messages on two cores 1.6 to 2.3 times as long (benchmarks/results/pipeline.md). A batch
+    thread (SCHED_BATCH) waits for an idle core or the end of a time slice; with an idle core
     nothing changes. It needs no privileges.
 
     It finds none without Linux's /proc, or if the threads have no name.

@@ -1,7 +1,7 @@
-"""Collectives as a user would write them with torch.distributed alone, nothing added or left out.
+"""Collectives as a user would write them with torch.distributed alone.
 
-The calls of ours are measured against these. Results that are new tensors are allocated in the
-call, as ours are.
+Our calls are measured against these. Results that are new tensors are allocated in the call, as in
+ours.
 """
 
 import torch

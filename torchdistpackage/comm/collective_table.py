@@ -1,4 +1,5 @@
-"""The table of collective operations: all that the rest of the package asks of one. No torch.
+"""The table of collective operations: everything that the package needs to know about each. No
+torch.
 
 From a row follow the names in `torchdistpackage.comm`, what `tdp comm test`, `tdp comm bench` and
 benchmarks/comm_overhead.py run, the bytes in predictions, the table of docs/collectives.md
@@ -81,7 +82,7 @@ class CollectiveSpec:
         return self.in_parts and not self.output_is_part
 
     def load(self, path: str) -> Any:
-        """Return what `map`, `call` or `torch` names."""
+        """Return the object that `map`, `call` or `torch` names."""
         return resolve(path)
 
     def input_bytes(self, counted_bytes: int, size: int) -> int:
@@ -248,8 +249,8 @@ OPERATIONS: dict[str, CollectiveSpec] = {
         CollectiveSpec("reduce_to", map=f"{_MAPS}:ReduceTo", takes="P", gives="V", is_sum=True),
     )
 }
-"""Operations by name. `p2p` sends from one rank to another; `p2p_both` both ways at once, counted
-one way."""
+"""Operations by name. `p2p` sends from one rank to another; `p2p_both` sends both ways at once and
+counts one."""
 
 COLLECTIVES = {
     name: spec for name, spec in OPERATIONS.items() if spec.bus_factor is not _not_measured
@@ -258,7 +259,7 @@ COLLECTIVES = {
 
 
 def homes_of_names() -> dict[str, tuple[str, ...]]:
-    """Return the public names of all operations by the module that defines them."""
+    """Return the public names of all operations, by the module that defines them."""
     homes = dict.fromkeys(spec.home for spec in OPERATIONS.values() if spec.names)
     return {
         home: tuple(n for spec in OPERATIONS.values() if spec.home == home for n in spec.names)
@@ -267,7 +268,7 @@ def homes_of_names() -> dict[str, tuple[str, ...]]:
 
 
 def page_rows() -> str:
-    """Return the table of docs/collectives.md: what autograd goes through."""
+    """Return the table of docs/collectives.md: the operations with autograd."""
     head = "| forward | returns | backward | for |\n|---|---|---|---|\n"
     return head + "".join(
         f"| `{x.name}({x.signature})` | {x.returns} | {x.backward} | {x.use} |\n"

@@ -1,19 +1,16 @@
-"""Collectives that autograd can see, each with its transpose.
+"""Collectives with autograd, each with its transpose.
 
-forward          backward         where
-copy             reduce           replicated input of a column-split matmul
-reduce           copy             partial output of a row-split matmul
-scatter          gather           replicated tensor of which each rank uses its slice
-gather           scatter          slices to a full tensor that every rank then uses alike
-all_gather       reduce_scatter   sequence-split input of a column-split matmul
-reduce_scatter   all_gather       sequence-split output of a row-split matmul
-all_to_all       all_to_all       heads split <-> sequence split; tokens to their experts and back
-broadcast        sum to source    one rank's tensor, for all ranks to use
+forward backward where copy reduce replicated input of a column-split matmul reduce copy partial
+output of a row-split matmul scatter gather replicated tensor of which each rank uses its slice
+gather scatter slices to a full tensor that every rank then uses alike all_gather reduce_scatter
+sequence-split input of a column-split matmul reduce_scatter all_gather sequence-split output of a
+row-split matmul all_to_all all_to_all heads split <-> sequence split; tokens to their experts and
+back broadcast sum to source one rank's tensor, for all ranks to use
 
 A group is a process group or the name of one of tpc's axes. `sizes` are lengths along the dim, one
-for each rank of the group and the same on all ranks; without it all are equal. No collective
-writes to its input; with a group of one it returns the input. All raise CommError if this rank is
-not in the group, and LayoutError if the tensor has no such dim or `sizes` do not fit it.
+for each rank of the group and the same on all ranks; without it all are equal. No collective writes
+to its input; with a group of one it returns the input. All raise CommError if this rank is not in
+the group, and LayoutError if the tensor has no such dim or `sizes` do not fit it.
 
 `all_gather` sums the gradients of all ranks, because each rank used the full tensor in its own
 work. `gather` takes this rank's gradient, because all ranks continue with the same work.

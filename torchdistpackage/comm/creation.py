@@ -1,9 +1,9 @@
-"""Makes and ends one process group, by its members alone, within a time limit.
+"""Create and end one process group, by its members alone and within a time limit.
 
-All members meet under one name in the store, and no other rank takes part. torch would do
-otherwise in two places, and both are held here while a group is made: its names count the groups of
-a process, which differ between ranks; and while the default group is bound to a device it splits
-that one's communicator, which is a collective of all ranks (pytorch#129965).
+All members meet under one name in the store, and no other rank takes part. torch would do otherwise
+in two places, and both are held here while a group is made: its names count the groups of a
+process, which differ between ranks; and while the default group is bound to a device it splits that
+one's communicator, which is a collective of all ranks (pytorch#129965).
 
 No rank waits for ever: what blocks the host until others come (making a group, connecting it) has a
 limit, after which the rank names the members that have not come. No back end on devices has such a
@@ -43,7 +43,7 @@ _all: "list[ref[PerGroup]]" = []
 
 
 class PerGroup(WeakKeyDictionary[Group, V]):
-    """Group -> value; an entry goes with its group, or by `forget`."""
+    """Group -> value; an entry disappears with its group, or by `forget`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,17 +51,16 @@ class PerGroup(WeakKeyDictionary[Group, V]):
 
 
 def forget(group: Group) -> None:
-    """Drop every value kept for `group`, as if it had just been made."""
+    """Drop every value stored for `group`, as if it had just been made."""
     for values_of in [values() for values in _all]:
         if values_of is not None:
             values_of.pop(group, None)
 
 
 _complete: PerGroup[tuple[dist.Store, str]] = PerGroup()
-"""Group -> the key that its last member sets once it has the group, too, and in which store."""
+"""Group -> (key that its last member sets once it has the group, store of the key)."""
 _LATE_S = 5.0
-"""Seconds for which a group waits for such a member before it ends; a member that failed never
-comes."""
+"""Seconds for which a group waits for such a member before it ends; a failed member never comes."""
 
 
 def create(
@@ -74,13 +73,13 @@ def create(
     connects: bool = True,
     options: GroupOptions = DEFAULTS,
 ) -> Group:
-    """Create the group of these ranks, which are ascending and include this one, once all of them
-    have come.
+    """Create the group of these ascending ranks, which include this one, once all of them have
+    come.
 
-    use: part of its name, for several groups of the same ranks. limit_s: for the others to come,
-    and later for each operation; None: torch's own. backend: that of the default group unless one
-    is named. name: a description for people. connects: a communicator on a device is connected now,
-    and not in its first call. options: of the group, where the back end is NCCL.
+    use: part of its name, for several groups of the same ranks. limit_s: time for the others to
+    come, and later for each operation; None: torch's own. backend: default: that of the default
+    group. name: a description for people. connects: a communicator on a device is connected now
+    instead of in its first call. options: of the group, if the back end is NCCL.
 
     Raises:
         CommError: members did not come in time, or torch calls the group by another name.
@@ -124,8 +123,8 @@ def create(
 
 
 def mark_made(group: Group, store: dist.Store, name: str) -> None:
-    """Note in the store that this rank has the group: `end` waits until each member has noted
-    that.
+    """Record in the store that this rank has the group; `end` waits until each member has done
+    so.
     """
     complete = f"complete/{name}"
     if store.add(f"has/{name}", 1) == group.size():
@@ -134,17 +133,17 @@ def mark_made(group: Group, store: dist.Store, name: str) -> None:
 
 
 def end(group: Group) -> None:
-    """End a group, once each member has it."""
+    """End a group once each member has it."""
     await_members(group)
     drop_states(group)
     dist.destroy_process_group(group)
 
 
 def await_members(group: Group) -> None:
-    """Wait a moment for members that are still making the group.
+    """Wait briefly for members that are still making the group.
 
-    A gloo member that is about to return from making the group finds it broken ("Connection closed
-    by peer") where another one, which needed no message, has already ended it.
+    If a member that needed no message ends the group first, a gloo member that is still returning
+    from making it finds it broken ("Connection closed by peer").
     """
     if group not in _complete:  # not made here
         return
@@ -186,14 +185,17 @@ def default_store() -> dist.Store:
 
 
 def is_alive(group: Group | None) -> bool:
-    """Return whether torch still knows the group: companions may belong to a world that ended."""
+    """Return whether torch still knows the group; companions may belong to a world that has
+    ended.
+    """
     return group in dist.distributed_c10d._world.pg_map
 
 
 def default_timeout_s(backend: str) -> float:
-    """Return torch's default limit for an operation of a new group. Steps need less, but under
-    NCCL, whose watchdog ends the process, it is short enough that a stuck job does not hold its
-    nodes for hours.
+    """Return torch's default time limit for an operation of a new group.
+
+    Steps need less. Under NCCL, whose watchdog ends the process, it is short enough that a stuck
+    job does not hold its nodes for hours.
     """
     return dist.distributed_c10d._get_default_timeout(dist.Backend(backend)).total_seconds()
 
@@ -237,7 +239,7 @@ def limit_of(group: Group) -> timedelta | None:
 
 
 _naming = threading.local()
-"""Its attribute `name` is the name of this thread's next group; without one torch chooses."""
+"""Thread-local whose attribute `name` is the next group's name; without it torch chooses."""
 _lock = threading.Lock()
 """Lock for the state that threads share. It is never held while a group waits for its members,
 which may be threads of this process."""
@@ -252,11 +254,11 @@ def _name_of(ranks: list[int]) -> str:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Let torch call a new group of this thread `name` inside the block.
+    """Make torch call this thread's next group `name` inside the block.
 
-    That is where members meet in the store, so all must arrive at the same one. torch's own choice
-    mixes in how many groups the process has, which differs between ranks that are in different
-    numbers of them, and repeats once a group was destroyed, whose addresses then are found again.
+    Members meet in the store under that name, so all must use the same one. torch's own choice
+    depends on how many groups the process has, which differs between ranks in different numbers of
+    groups, and repeats after a group was destroyed, whose old addresses are then found again.
     """
     global _num_inside
     if _torch_naming is None:
@@ -282,7 +284,7 @@ def _named(name: str) -> Iterator[None]:
 # -- the device --------------------------------------------------------------------------
 
 _bound: PerGroup[tuple[int, torch.device]] = PerGroup()
-"""Default groups while they are unbound -> in how many threads, and from which device."""
+"""Default groups while they are unbound -> (number of threads that unbound it, its device)."""
 
 
 @contextmanager
@@ -311,28 +313,31 @@ HasCome = Callable[[dist.Store, int], bool]
 """(store, rank) -> whether the rank has come. Never blocks."""
 
 MARGIN_S = 5.0
-"""Seconds by which ours is longer: back ends with a limit of their own (gloo) come first."""
+"""Extra seconds of our limit: back ends with their own limit (gloo) report first."""
 CONNECT_S = 600.0
-"""Seconds for which members that have all come may connect: thousands take minutes (nccl#1156)."""
+"""Seconds in which members that have all arrived may connect: thousands take minutes
+(nccl#1156).
+"""
 WARN_S = 60.0
-"""Seconds between two warnings that members still connect."""
+"""Seconds between warnings that members are still connecting."""
 _TELL_WAIT_S = 10.0
-"""Limit in seconds for the rank that looks who is missing; the others wait as long for its answer.
+"""Time limit in seconds for the rank that finds out who is missing; the others wait as long for its
+answer.
 """
 _NAMED = 20
 _ends = False
 
 
 def end_processes() -> None:
-    """Let a wait in vain end this process, as if our launcher had started it."""
+    """Let a wait that times out end this process, as if our launcher had started it."""
     global _ends
     _ends = True
 
 
 class _Roll:
-    """The members that have come to a group that is being made, as far as the store knows.
+    """The members that have come to a group in the making, as far as the store knows.
 
-    what: is being made, for the text. name: of this time that it is made; the same on all members.
+    what: what is being made, for messages. name: of this attempt; the same on all members.
     """
 
     def __init__(
@@ -356,7 +361,7 @@ class _Roll:
         return time.monotonic() - self._since_s
 
     def all_came(self) -> bool:
-        """Return whether the store says so; False where it does not answer."""
+        """Return whether the store says that all came; False if it does not answer."""
 
         def look() -> bool:
             store = self._store.clone()  # the thread that waits may hold the connection
@@ -365,7 +370,7 @@ class _Roll:
         return bool(_answer(look))
 
     def absent(self, limit_s: float) -> str:
-        """Return what to say of those that have not come; "" if all have.
+        """Return a text about the members that have not come, or "" if all have.
 
         At the limit one member looks for all: thousands that each ask for each would keep the store
         busy for minutes.
@@ -382,7 +387,7 @@ class _Roll:
         )
 
     def stay(self) -> None:
-        """Wait until the others have read what `absent` found, if they need this rank for it."""
+        """Wait until the others have read the result of `absent`, if they need this rank for it."""
 
         def wait() -> None:
             store, end = self._store.clone(), time.monotonic() + _TELL_WAIT_S
@@ -409,7 +414,7 @@ class _Roll:
         return text
 
     def _look(self, limit_s: float) -> tuple[str, int]:
-        """Return what to say of those that have not come, and how many have."""
+        """Return a text about the missing members, and the number that has come."""
         store = self._store.clone()
         missing = [rank for rank in self._ranks if not self._has_come(store, rank)]
         num_came = len(self._ranks) - len(missing)
@@ -426,10 +431,10 @@ class _Roll:
 
 
 def _answer(ask: Callable[[], V]) -> V | None:
-    """Return what the store answers; None if it does not, as its keeper has gone.
+    """Return the store's answer, or None if its host has gone.
 
-    It asks in a thread, because torch retries a connection to a host that has gone for as long as
-    the store's own limit.
+    The request runs in a thread, because torch retries a connection to a host that has gone for as
+    long as the store's own limit.
     """
     answers: list[V] = []
 
@@ -454,12 +459,12 @@ def creation_limit(
     name: str | None = None,
     rank: int | None = None,
 ) -> Iterator[None]:
-    """Limit a wait inside to `limit_s`, and name those of `ranks` that have not come by then.
+    """Limit a wait in the block to `limit_s`, and name those of `ranks` that have not come by then.
 
-    Once all have come the back end may take `CONNECT_S` in all, because a slow network is not a
-    missing rank. The first of them warns every `WARN_S` that it still connects.
+    Once all have come, the back end may take `CONNECT_S` in total, because a slow network is not a
+    missing rank. The first of them warns every `WARN_S` that it is still connecting.
 
-    group_name: what is being made, for the text. name: key in the store, the same on all members
+    group_name: what is being made, for messages. name: key in the store, the same on all members
     and used only this once; None: `group_name`. rank: this rank; None: that of the default group.
 
     Raises:
@@ -516,9 +521,9 @@ def creation_limit(
 
 @contextmanager
 def joins_within(store: dist.Store, rank: int, world_size: int, limit_s: float) -> Iterator[None]:
-    """Apply `creation_limit` to the default group, at the store where its ranks meet.
+    """Apply `creation_limit` to the default group, with the store where its ranks meet.
 
-    All have come when it is entered, so what is inside needs no limit for them.
+    All have come when the block is entered, so calls inside need no limit for that.
 
     Raises:
         CommError: some did not come.
@@ -538,14 +543,16 @@ def joins_within(store: dist.Store, rank: int, world_size: int, limit_s: float) 
 
 
 def _say(rank: int, text: str) -> None:
-    """Write a line to stderr, at once: the interpreter may not return from a call into NCCL."""
+    """Write a line to stderr at once, because the interpreter may not return from a call into
+    NCCL.
+    """
     with suppress(OSError, ValueError):
         sys.stderr.flush()
     os.write(2, f"rank {rank} on {socket.gethostname()} {text}\n".encode())
 
 
 def _give_up(rank: int, text: str, before_end: Callable[[], None] = lambda: None) -> None:
-    """Say so, and end the process if it is ours."""
+    """Report this, and end the process if it is ours to end."""
     if path := os.environ.get("TDP_FAILURE"):
         host = socket.gethostname()
         message = f"rank {rank} on {host} waits in vain: {text}"
@@ -559,8 +566,8 @@ def _give_up(rank: int, text: str, before_end: Callable[[], None] = lambda: None
 
 
 def _with_host(store: dist.Store, rank: int) -> str:
-    """Return the rank as text, with the host by which it signed in (comm/rendezvous_store.py), if
-    it did.
+    """Return the rank as text, with the host under which it signed in (comm/rendezvous_store.py),
+    if it did.
     """
     with suppress(RuntimeError, AttributeError):  # a store within no other one
         while True:

@@ -1,8 +1,8 @@
-"""Debug mode: before a call, its members compare what they are about to do.
+"""Debug mode: before a call, its members compare the operations they are about to run.
 
-A difference raises on every member, with both sides, before any data moves. Without it a back end
-would compute wrong numbers, or wait for ever. The comparison costs one small collective a call;
-texts are exchanged only if their digests differ.
+A difference raises an error on every member, with both sides, before any data moves. Without this
+check a back end would compute wrong numbers or wait for ever. The comparison costs one small
+collective per call; texts are exchanged only if their digests differ.
 """
 
 import hashlib
@@ -19,9 +19,9 @@ from torchdistpackage.comm.group_state import state_of
 from torchdistpackage.errors import CommError
 
 TEXT_BYTES = 192
-"""Most bytes of the text that describes a call; longer ones are cut."""
+"""Largest text in bytes that describes a call; longer ones are cut."""
 _SENDS, _RECEIVES = 0x7DD, 0x7DE
-"""Tags of the descriptions by senders and receivers, different from those of all data."""
+"""Tags of the descriptions by senders and receivers, different from the tags of all data."""
 
 
 @contextmanager
@@ -42,8 +42,8 @@ def agree(
 ) -> None:
     """Compare a collective that is about to be issued, over its group.
 
-    facts: what must be equal besides the shape. If they mention varying rows, or the rows of each
-        rank, the first dim may differ.
+    facts: values that must be equal besides the shape. If they mention varying rows, or the rows of
+    each rank, the first dim may differ.
 
     Raises:
         CommError: on all members, if any differs.
@@ -156,7 +156,7 @@ def _description(operation: str, x: Tensor | None, facts: Sequence[object]) -> s
 
 
 def _difference(group: dist.ProcessGroup, texts: list[str]) -> CommError:
-    """Return the error that shows which ranks are about to do what."""
+    """Return the error that shows what each rank is about to run."""
     ranks, state = dist.get_process_group_ranks(group), state_of(group)
     sides: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):

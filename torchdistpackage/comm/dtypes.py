@@ -1,7 +1,7 @@
 """Conversion of tensors of any dtype for the back ends, as numbers to add or as bytes to move.
 
-Moving needs no arithmetic, so a dtype that a back end does not know travels as bytes. Adding needs
-arithmetic, so it travels as the nearest dtype with the same sums, or is refused.
+Moving needs no arithmetic, so a dtype that a back end does not know travels as bytes. Reducing
+needs arithmetic, so a tensor travels in the nearest dtype with the same results, or is refused.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,9 @@ _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: tor
 
 
 def to_bytes(x: Tensor) -> Tensor:
-    """Return the same rows, contiguous, in a dtype that all back ends move; a view if possible."""
+    """Return the same rows, contiguous, in a dtype that all back ends can move; a view if
+    possible.
+    """
     if x.requires_grad:
         x = x.detach()
     if x.is_neg() or x.is_conj():
@@ -87,7 +89,7 @@ def to_reducible(
 
 
 def as_added(x: Tensor) -> Tensor:
-    """Return contiguous rows in a dtype that every back end adds; `from_added` converts them back.
+    """Return contiguous rows in a dtype that every back end can add; `from_added` converts back.
 
     Raises:
         CommError: this dtype has no sum.
@@ -100,7 +102,7 @@ def as_added(x: Tensor) -> Tensor:
 
 
 def from_added(wire: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return sums of `as_added` tensors in their original `dtype`."""
+    """Return reduced `as_added` tensors in their original `dtype`."""
     return torch.view_as_complex(wire) if dtype.is_complex else wire.to(dtype)
 
 
@@ -109,7 +111,7 @@ def added(parts: Sequence[Tensor], kept_index: int | None = None) -> Tensor:
 
     Narrow floats are added in float32, so that each element is rounded once.
 
-    kept_index: index of a part that must not be written to.
+    kept_index: index of a tensor that must not be overwritten.
     """
     total, *others = parts
     if total.is_floating_point() and total.itemsize < 4:

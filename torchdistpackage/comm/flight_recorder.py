@@ -1,8 +1,8 @@
 """The flight recorder: the last calls of this rank, and NCCL's own record, for hang reports.
 
 Recording a call only appends a list to a deque, because it delays every call; `snapshot` makes
-numbers and texts later. A call is `WAITING` while the host is blocked in it. A device queue does
-not block the host, so there a call that returned counts as issued.
+numbers and texts later. A call is `WAITING` while it blocks the host. A device queue does not block
+the host, so a call that has returned counts as issued.
 """
 
 import json
@@ -24,7 +24,7 @@ SIZE = 512
 ISSUED, WAITING, DONE, FAILED = "issued", "waiting", "done", "failed"
 
 Call = list[Any]
-"""A recorded call, as a list with the indices below; `FlightRecorder` writes and reads it."""
+"""A recorded call: a list with the indices below. Only `FlightRecorder` writes and reads it."""
 GROUP, OPERATION, SEQUENCE, SHAPE, DTYPE, PEER, ACTION, BEGAN_S, STATE = range(9)
 
 _monotonic_s = time.monotonic
@@ -91,7 +91,7 @@ class FlightRecorder:
         return call
 
     def end(self, call: Call, since_s: float) -> None:
-        """Record that the host continues after `call`, in which it was blocked since `since_s`."""
+        """Record that the host continues after `call`, which blocked it since `since_s`."""
         group = call[GROUP]
         call[STATE] = ISSUED if group.queued else DONE  # `returned`
         if call[PEER] is None:
@@ -103,7 +103,7 @@ class FlightRecorder:
             self.ended.append((call, _monotonic_s(), waited_s))
 
     def forget_all(self) -> None:
-        """Forget everything that belonged to a world that has ended."""
+        """Forget everything that belongs to a world that has ended."""
         drop_all_states()
         self.clock_s, self.checks, self.ended = _monotonic_s, False, None
 
@@ -182,9 +182,10 @@ def has_nccl_trace() -> bool:
 
 
 def nccl_trace(limit_s: float) -> dict[str, Any] | None:
-    """Return torch's record of calls that a device has not ended; None without one, or if too late.
+    """Return torch's record of calls unfinished on a device; None without a record or after
+    `limit_s`.
 
-    It asks in a separate thread, because a stuck driver must not block the caller.
+    A separate thread asks, because a stuck driver must not block the caller.
     """
     dump, traces = _nccl_dump(), list[dict[str, Any]]()
     if dump is None:

@@ -1,8 +1,9 @@
-"""Options of the groups along each axis, for back ends that have such.
+"""Options of the groups along each axis, for back ends that have options.
 
-On NCCL a group has a stream of its own. A kernel on a stream of high priority gets the next free
-multiprocessors of the device, before the rest of a matmul that was launched earlier; without it, a
-sum that is to be hidden behind a matmul begins when that matmul ends. gloo has no such options.
+On NCCL each group has its own stream. A kernel on a high-priority stream gets the next free
+multiprocessors of the device, ahead of the remainder of a matmul that was launched earlier. Without
+high priority, an all-reduce that should overlap a matmul starts only when the matmul ends. gloo has
+no such options.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,8 +19,9 @@ import torch.distributed as dist
 class GroupOptions:
     """Options of a group.
 
-    high_priority: its kernels go before others on the device. max_ctas: most thread blocks (CTAs)
-    of one of its kernels, each of which takes a multiprocessor; None: as many as NCCL likes.
+    high_priority: its kernels go before others on the device. max_ctas: largest number of thread
+    blocks (CTAs) of one of its kernels, each of which occupies a multiprocessor; None: NCCL's
+    choice.
     """
 
     high_priority: bool = False
@@ -27,15 +29,15 @@ class GroupOptions:
 
 
 PRIORITY_AXES = ("tensor", "context", "expert")
-"""Axes whose calls the next operation of a layer waits for."""
+"""Axes whose calls a layer's next operation waits for."""
 AXIS_OPTIONS: Mapping[str, GroupOptions] = MappingProxyType(
     dict.fromkeys(PRIORITY_AXES, GroupOptions(high_priority=True))
 )
-"""Axis -> options of the groups along it, unless others are given."""
+"""Axis -> default options of the groups along it."""
 
 
 def merged(options: Iterable[GroupOptions]) -> GroupOptions:
-    """Return the options of one group that serves several axes: all that one of them needs."""
+    """Return the options of one group that serves several axes: the union of their needs."""
     each = list(options)
     limits = [x.max_ctas for x in each]
     finite = [x for x in limits if x is not None]
@@ -45,9 +47,9 @@ def merged(options: Iterable[GroupOptions]) -> GroupOptions:
 
 
 def nccl_options(options: GroupOptions, timeout_s: float) -> Any:
-    """Return torch's object for a group over NCCL; None where its defaults do.
+    """Return torch's options object for a group over NCCL; None if its defaults suffice.
 
-    timeout_s: of the group's operations. torch warns of another one in this object.
+    timeout_s: of the group's operations. torch warns if the object has another one.
     """
     if options == GroupOptions():
         return None

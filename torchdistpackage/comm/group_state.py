@@ -1,8 +1,8 @@
 """State of each group that this rank uses: its members, its transport, and counts of its calls.
 
 `state_of(group)` creates the state at the first call on a group; it is dropped when the group ends.
-Transports and messages read it to decide how to send. The flight recorder counts in it, and each
-recorded call refers to it.
+Transports and messages read it to decide how to send. The flight recorder keeps its counts in it,
+and each recorded call refers to it.
 """
 
 from collections.abc import Callable
@@ -57,7 +57,7 @@ class GroupState:
         self.waited_s = 0.0
 
     def settle(self) -> None:
-        """Wait for dropped messages, because abandoning a message breaks its connection."""
+        """Wait for abandoned messages, because dropping a message breaks its connection."""
         while self.left:
             work = self.left.pop()
             work.wait() if self.limit is None else work.wait(self.limit)
@@ -78,8 +78,8 @@ def known_states() -> list[GroupState]:
 
 
 def keep_state(of: object, state: GroupState) -> Callable[[], None]:
-    """Let `state_of(of)` return `state`, for ranks that talk without a group; return a function
-    that ends that.
+    """Make `state_of(of)` return `state`, for ranks that talk without a group; return a function
+    that undoes this.
     """
     key = id(of)
     _states[key] = state
@@ -104,7 +104,7 @@ def drop_states(*groups: Group) -> None:
 
 
 def drop_all_states() -> None:
-    """Drop the state of all groups, when the world has ended."""
+    """Drop the state of all groups after the world has ended."""
     _states.clear()
 
 

@@ -1,4 +1,4 @@
-"""Process groups from rank lists: only those that contain this rank, one for each different list.
+"""Process groups from rank lists: only those that contain this rank, one for each distinct list.
 
 Groups are expensive (threads, memory, and seconds to start and stop). So identical lists share one
 group, all axes of size 1 share one group of one, and a list of all ranks is the default group. Only
@@ -56,7 +56,7 @@ class Groups:
         timeout_s: float | None = None,
         options: Mapping[str, GroupOptions] = AXIS_OPTIONS,
     ):
-        """options: of groups along an axis, by its name."""
+        """options: of groups along an axis, by the axis's name."""
         self._rank = rank
         self._timeout_s = timeout_s
         self._options = options
@@ -130,7 +130,7 @@ class Groups:
 
     @property
     def are_there(self) -> bool:
-        """True if the default group is still the one that these groups were created on."""
+        """True if the default group is still the one on which these groups were created."""
         return _world() is self._world
 
     def destroy(self) -> None:
@@ -153,11 +153,11 @@ def for_each_group(
     *,
     min_size: int = 1,
 ) -> list[tuple[Group, list[Item]]]:
-    """Return each group of at least `min_size` ranks with its items, in their order.
+    """Yield each group of at least `min_size` ranks with its items, in their order.
 
     Groups come in the order of their rank lists, which is the same on all ranks. So calling one
-    collective for each group never deadlocks: a rank that waits in a group waits for one that is
-    still at an earlier group, and none is earlier than the first (layout/derive.py).
+    collective for each group never deadlocks: a rank that waits in a group waits for a rank at an
+    earlier group, and no group is earlier than the first (layout/derive.py).
     """
     by_ranks: dict[tuple[int, ...], tuple[Group, list[Item]]] = {}
     for item in items:
@@ -172,7 +172,7 @@ def for_each_group(
 _on_cpu: PerGroup[Group] = PerGroup()
 """Group of GPUs -> its companion, a gloo group of the same ranks."""
 _reverse_groups: PerGroup[Group] = PerGroup()
-"""Gloo group -> its twin, another group of the same ranks with its own connections."""
+"""Gloo group -> its twin: another group of the same ranks with its own connections."""
 
 
 def on_cpu(group: Group) -> Group:
@@ -206,8 +206,8 @@ def reverse_group(group: Group) -> Group | None:
 
 
 def leave_cpu(group: Group) -> None:
-    """End the companion that `on_cpu` created for `group`, and that one's twin, if there
-    are any.
+    """End the companion that `on_cpu` created for `group`, and the companion's twin, if they
+    exist.
     """
     if group in _on_cpu:
         _leave(_on_cpu[group], _reverse_groups)
@@ -245,8 +245,8 @@ def connect(group: Group, *, neighbours: bool = False, limit_s: float | None = N
 
     All ranks call it before the first message on the group. It returns when all have come.
 
-    neighbours: also connect adjacent ranks of the ring for messages.
-    limit_s: limit for the other ranks to come.
+    neighbours: also connect adjacent ranks of the ring for messages. limit_s: limit for the other
+    ranks to come.
 
     Raises:
         CommError: ranks did not come, or the back end connected ranks outside the group.
@@ -282,11 +282,11 @@ def _sum(group: Group) -> None:
 
 
 _paired: PerGroup[set[frozenset[int]]] = PerGroup()
-"""Group -> pairs of its places that are connected for messages besides neighbours."""
+"""Group -> pairs of its indices, besides neighbours, that are connected for messages."""
 
 
 def connect_pairs(group: Group, pairs: Iterable[tuple[int, int]]) -> None:
-    """Connect more pairs of places in the group for messages; all ranks call it with the same.
+    """Connect more pairs of indices in the group for messages; all ranks pass the same pairs.
 
     Neighbours of the ring are left to `connect`, which comes first.
     """
@@ -301,8 +301,8 @@ def connect_pairs(group: Group, pairs: Iterable[tuple[int, int]]) -> None:
 
 
 def _messages(group: Group, peers: Sequence[int] = ()) -> None:
-    """Exchange messages with these ranks, by default both neighbours of the ring, which connects
-    them.
+    """Exchange messages with these ranks, which connects them; by default both neighbours of the
+    ring.
     """
     ranks, at = ranks_of(group), group.rank()
     peers = [*peers] or sorted({ranks[at - 1], ranks[(at + 1) % len(ranks)]})

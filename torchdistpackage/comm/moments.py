@@ -1,8 +1,8 @@
 """Times and values of a device's work, read by the host without stopping the device.
 
-On the CPU a moment is a reading of the clock. On CUDA it is an event on the current stream, which
-passes when the stream reaches it. Only `seconds` and `OnHost.read` may wait, and only for what they
-read.
+On the CPU a moment is a reading of the clock. On CUDA it is an event on the current stream, reached
+when the stream gets there. Only `seconds` and `OnHost.read` may wait, and only for the values that
+they return.
 """
 
 import time
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class TimingEvent(Protocol):
-    """The part of `torch.cuda.Event` that this file uses."""
+    """The methods of `torch.cuda.Event` that this file uses."""
 
     def record(self) -> None: ...
 
@@ -42,7 +42,7 @@ def clock_of(device: torch.device) -> Callable[[], Moment]:
 
 
 def seconds(begin: Moment, end: Moment) -> float:
-    """Return the seconds between two moments; the host waits until the device has passed both."""
+    """Return the seconds between two moments; the host waits until the device has reached both."""
     if isinstance(begin, float) or isinstance(end, float):
         return end - begin  # type: ignore[operator]
     end.synchronize()  # elapsed_time raises for an event that has not passed
@@ -58,9 +58,9 @@ def _mark() -> TimingEvent:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The times of one run: its first and last moment, and each piece of computation.
+    """The times of one run: its first and last moment, and the durations of its computations.
 
-    computed: seconds that the CPU's clock has added up. pieces: pieces that a device times.
+    computed: seconds summed from the CPU's clock. pieces: computations timed on a device.
     """
 
     began: Moment
@@ -69,7 +69,7 @@ class Timing:
     pieces: Sequence[tuple[Moment, Moment]]
 
     def computed_s(self) -> float:
-        """Return the seconds of computation; on CUDA this waits for the last piece."""
+        """Return the seconds of computation; on CUDA this waits for the last computation."""
         # the last piece first, so that there is only one wait
         return self.computed + sum(seconds(*piece) for piece in reversed(self.pieces))
 
@@ -79,9 +79,9 @@ class Timing:
 
 
 class ComputeClock:
-    """A clock of the computations of a run, which does not stop the device.
+    """A clock for the computations of a run that does not stop the device.
 
-    Use `with clock:` around each piece of computation, between `restart` and `stop` of each run.
+    Use `with clock:` around each computation, between `restart` and `stop` of each run.
     """
 
     def __init__(self, device: torch.device):
@@ -114,7 +114,7 @@ class ComputeClock:
 
 
 class OnHost:
-    """A copy in host memory that starts now and that only `read` waits for.
+    """A copy to host memory that starts now; only `read` waits for it.
 
     `read` does not wait for work issued later on the stream. So copy values as soon as they are
     computed, before the next step is issued.

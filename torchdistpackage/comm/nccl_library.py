@@ -19,7 +19,7 @@ _NAME = "libnccl.so.2"
 def loaded_nccl() -> tuple[int, ...] | None:
     """Return (major, minor, patch) of the library in use; None if torch has no NCCL.
 
-    A torch that contains NCCL, and RCCL, say it by themselves.
+    A torch that contains NCCL, and RCCL, report it themselves.
     """
     if not dist.is_nccl_available():
         return None

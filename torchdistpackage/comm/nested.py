@@ -36,7 +36,7 @@ def items_of(
     namespaces: bool = False,
     by_key: bool = False,
 ) -> Iterable[tuple[Any, Any]] | None:
-    """Return (key, part) for each part of a container, in order; None for other values."""
+    """Return (key, child) for each child of a container, in order; None for other values."""
     if isinstance(value, tuple | list):
         return enumerate(value)
     if isinstance(value, mapping):
@@ -130,7 +130,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _sequence_like(value: Any, parts: list[Any]) -> Any:
-    """Return a tuple or list of the class of `value` with these parts."""
+    """Return a tuple or list of the class of `value` with these items."""
     if isinstance(value, list):
         new = copy(value)
         new[:] = parts
@@ -140,7 +140,7 @@ def _sequence_like(value: Any, parts: list[Any]) -> Any:
 
 
 def _with_parts(value: Any, changed: Mapping[Any, Any]) -> Any:
-    """Return a copy of a mapping or object with changed parts, even if it is frozen.
+    """Return a copy of a mapping or object with changed children, even if it is frozen.
 
     A read-only mapping, such as MappingProxyType, becomes a dict.
     """

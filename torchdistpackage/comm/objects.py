@@ -172,7 +172,7 @@ def gather_to(x: Tensor, dim: int, group: Group | str, target: int) -> Tensor | 
 
 
 def _announced(make: Callable[[], object], group: Group, source: int | None) -> object:
-    """Call `make` on the source; return its value, or raise its error, on every rank."""
+    """Call `make` on the source, and return its value or raise its error on every rank."""
     source, announcement, cause = primitives.source_in(group, source), None, None
     if source == primitives.ranks_of(group)[group.rank()]:
         try:

@@ -28,7 +28,7 @@ Sizes = Sequence[int]
 _calls = torch.ops._c10d_functional
 _library = torch.library.Library("torchdistpackage", "FRAGMENT")
 _IS_DEFINED = hasattr(torch.ops.torchdistpackage, "linear_map")
-"""True if an earlier import of this file defined the operator; torch allows one of a name."""
+"""True if an earlier import of this file defined the operator; torch allows only one definition."""
 if not _IS_DEFINED:
     _library.define(
         "linear_map(Tensor x, str kind, str group, int place, int size, int[] numbers, "
@@ -37,13 +37,13 @@ if not _IS_DEFINED:
 
 
 def is_traced() -> bool:
-    """Return whether dynamo or torch.export traces the caller, which then may not talk, nor look at
-    numbers."""
+    """Return whether dynamo or torch.export traces the caller, which then must not communicate or
+    read values."""
     return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
 
 
 def name_of(group: Group) -> str:
-    """Return the name by which a graph, and torch, finds the group again."""
+    """Return the name under which a graph, and torch, finds the group again."""
     return group.group_name
 
 
@@ -170,5 +170,5 @@ def _filled(rows: Tensor, num: int) -> Tensor:
 
 
 def _from_bytes(wire: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return received rows in their own dtype."""
+    """Return received rows in their original dtype."""
     return wire if wire.dtype == dtype else wire.view(dtype).squeeze(-1)

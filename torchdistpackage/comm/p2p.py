@@ -85,7 +85,7 @@ def start_receive(x: Tensor, group: Group, source: int) -> Work:
 
 
 _Posted = tuple[str, Tensor, int, object]
-"""(`send` or `receive`, tensor, global rank of the peer, the schedule's action)"""
+"""(`send` or `receive`, tensor, global rank of the peer, the schedule's action)."""
 
 
 class Post:
@@ -116,7 +116,7 @@ class Post:
         return self._work
 
     def go(self) -> Work:
-        """Start all messages; in the debug mode compare them with the peers' first.
+        """Start all messages; in debug mode compare them with the peers' first.
 
         The comparison waits until the peers reach all of these messages. So two messages must be in
         two posts if a peer needs one of them before it can create the other.
@@ -168,7 +168,7 @@ _Issue = Callable[[list[Tensor], int, int], dist.Work]
 
 
 class P2PChannel:
-    """A channel of messages that are posted one by one, for gloo, where none blocks another.
+    """A channel whose messages are posted one by one, for gloo, where none blocks another.
 
     The k-th `send` to a rank meets its k-th `receive` from this one. Tensors are contiguous, of
     plain dtypes, and need no gradient (`dtypes.to_bytes`).

@@ -1,4 +1,4 @@
-"""The few torch.distributed calls that the package makes; autograd does not see them.
+"""The few torch.distributed calls that the package makes; they have no autograd.
 
 Groups of one rank are allowed everywhere; only this file short-circuits them. Rank arguments are
 global, as in torch. Every call is recorded. Errors of a back end become CommError, with the
@@ -48,9 +48,10 @@ Group = dist.ProcessGroup
 SUM, AVG, MAX, MIN = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN
 
 WAITED_FOR_BYTES = 2**16
-"""Size up to which an even, synchronous all-gather is gloo's own. Its cost is waiting, which is
-shorter if a thread of gloo posts the messages: if this thread does, it waits for the connection
-too."""
+"""Largest size at which an even, synchronous all-gather uses gloo's own.
+
+Its cost is waiting, which is shorter if a thread of gloo posts the messages: if this thread posts
+them, it waits for the connection too."""
 
 Sizes = Sequence[int]
 """Lengths along one dim, one for each rank of a group, in its order; some may be 0."""
@@ -87,8 +88,8 @@ def check_sizes(
 ) -> tuple[int, ...] | None:
     """Check `sizes` against a dim of x, and return them as a tuple; None (all equal) stays None.
 
-    cut: x is cut into these lengths. Otherwise x is this rank's tensor, and sizes are those of all
-        ranks.
+    cut: x is cut into these lengths. Otherwise x is this rank's tensor, and sizes are the lengths
+    of all ranks.
 
     Raises:
         error: the sizes, or equal sizes, do not fit the length.
@@ -143,7 +144,7 @@ def sizes_of_ranks(
 # torch.distributed's own functions add a dozen Python calls that check what is known here.
 
 _HAS_SINGLE = hasattr(Group, "all_gather_single")
-"""True from torch 2.13 on, which renamed the calls that take one tensor."""
+"""True from torch 2.13 on, which renamed the calls that take a single tensor."""
 
 
 def _call_all_reduce(
@@ -156,7 +157,7 @@ def _call_all_reduce(
 
 
 def gather_into(out: Tensor, x: Tensor, group: Group, async_op: bool = False) -> dist.Work | None:
-    """Gather `x` of all ranks, of equal shapes, one after another into `out`."""
+    """Gather `x` of all ranks, equally shaped, one after another into `out`."""
     options = AllgatherOptions()
     options.asyncOp = async_op
     call = group.all_gather_single if _HAS_SINGLE else group._allgather_base
@@ -340,7 +341,7 @@ def _rows(
 def gather_objects(value: object, group: Group | None = None) -> list[object]:
     """Return small values of every rank, in group order, without waiting for a device.
 
-    Over many ranks use `reduce_objects`: here each rank reads the values of all.
+    Over many ranks use `reduce_objects`, because here each rank reads all values.
     """
     group = group or world()
     values: list[object] = [value] * group.size()
@@ -357,10 +358,11 @@ def gather_objects(value: object, group: Group | None = None) -> list[object]:
 def reduce_objects(
     value: object, make: Callable[[list[object]], object], group: Group | None = None
 ) -> object:
-    """Return on every rank what `make` returns on the group's first, for the values of all ranks.
+    """Return on every rank the result of `make`, which runs on the group's first rank with the
+    values of all ranks.
 
-    make: called there alone, with the values in group order. A `ForEach` of it has an answer for
-        each rank.
+    make: called on the first rank only, with the values in group order. It may return a `ForEach`
+    with one answer for each rank.
 
     Raises:
         CommError: `make` raised something; there it is raised as it is.

@@ -1,4 +1,4 @@
-"""Random numbers that are equal along an axis, or different, and equal again on recomputation.
+"""Random numbers that are equal or different along an axis, and reproduced on recomputation.
 
 There is one stream, torch's default generator. Its seed is equal along the tensor axis, where
 activations are replicated, and different along all other axes. If activations are split (heads,
@@ -63,8 +63,8 @@ def forked_dropout(shape: Sequence[int], like: Tensor, p: float, index: int) -> 
     """Return the factors of a dropout inside `differ(index)`, zeros and 1 / (1 - p), for graphs.
 
     A graph cannot enter `differ`. The numbers are the same, in the same order. The draw of the
-    shared stream is an operation of the graph. The factors are a function of that draw, so they
-    are equal if they are computed again or elsewhere.
+    shared stream is an operation of the graph. The factors are a function of that draw, so they are
+    equal if they are computed again or elsewhere.
     """
     draw = torch.randint(2**62, (), dtype=torch.int64, device="cpu")
     return _dropout_factors(draw, list(shape), p, index, like.dtype, like.device)
@@ -91,7 +91,8 @@ def _(draw, shape, p, index, dtype, device):
 
 @contextmanager
 def seeded(seed: int, device: torch.device | str = "cpu") -> Iterator[None]:
-    """Seed the default generators of the CPU and of `device` in the block, and restore them after.
+    """Seed the default generators of the CPU and of `device` in the block, and restore them
+    afterwards.
 
     It does not synchronise with the device.
     """

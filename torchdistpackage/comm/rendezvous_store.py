@@ -1,7 +1,7 @@
-"""The store where the ranks of one start meet, and the roll call at it.
+"""The store where the ranks of one start meet, and the roll call there.
 
-No rank waits for ever, and one that waited in vain names those that did not come. Rank 0 listens on
-the first candidate port that is free; the others know its store by the token.
+No rank waits for ever; a rank that waited in vain names the ranks that did not come. Rank 0 listens
+on the first free candidate port; the others recognise its store by the token.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ PORT_WAIT_S = 2.0
 """Seconds of silence on a candidate port after which the next one is tried as well."""
 
 BUSY_S = 6.0
-"""Least number of seconds for which a stranger may hold the only candidate port before a rank gives
-up."""
+"""Fewest seconds that a stranger may hold the only candidate port before a rank gives up."""
 
 _TELL_WAIT_S = 10.0
-"""Limit in seconds for the rank that looks who is missing; the others wait as long for its answer.
+"""Time limit in seconds for the rank that finds out who is missing; the others wait as long for its
+answer.
 """
 _HEARD_WAIT_S = 5.0
 _LONGEST_PAUSE_S = 0.5
@@ -36,7 +36,7 @@ _REFUSED = "refused: "
 def serve(
     rendezvous: Rendezvous, ports: Sequence[int], *, timeout_s: float
 ) -> tuple[dist.Store, int]:
-    """Listen on the first candidate port that is free, on rank 0; return its store and the port.
+    """Listen on the first free candidate port, on rank 0; return its store and the port.
 
     Raises:
         LaunchError: all are taken.
@@ -68,8 +68,8 @@ def find(
 ) -> tuple[dist.Store, int]:
     """Try the candidates until one shows the token; return the store and its port.
 
-    A port that keeps silent may be rank 0's, which is busy, or stopped for a moment: it is left to
-    answer while others are tried. Only a wrong answer shows a stranger.
+    A silent port may belong to rank 0 while it is busy or briefly stopped, so it may still answer
+    while others are tried. Only a wrong answer proves a stranger.
 
     Raises:
         LaunchError: none did within `timeout_s`, or a stranger keeps the only port.
@@ -158,10 +158,10 @@ class _Visit:
     """A client of the store at a port, and the token that it shows.
 
     It looks in a thread, because a server may accept and then stay silent, for which torch has no
-    time limit. The thread of a server that never answers is left to its wait.
+    time limit. The thread of a server that never answers is abandoned.
 
-    timeout_s: to connect, and of the store that is found. since: when the visit began, as
-    time.monotonic() says.
+    timeout_s: to connect, and of the store that is found. since: start of the visit by
+    time.monotonic().
     """
 
     def __init__(
@@ -225,8 +225,8 @@ def await_all(
 ) -> None:
     """Return when every rank has signed in at the store; if one gives up, all do.
 
-    since: when the `timeout_s` began, as time.monotonic() says.
-    judge: called on rank 0 once all have come, for why they must not go on; "" if they may.
+    since: start of `timeout_s` by time.monotonic(). judge: called on rank 0 once all have come;
+    returns why they must not continue, or "".
 
     Raises:
         AbsentError: some did not sign in within `timeout_s`; names them.
@@ -269,9 +269,10 @@ def await_all(
 
 
 def _complete(store: dist.Store, judge: Callable[[], str]) -> None:
-    """Say on rank 0 whether all may go on, unless one that gave up has said that they may not.
+    """Announce on rank 0 whether all may continue, unless a rank that gave up has announced
+    otherwise.
 
-    It reads what every rank has written, so it is the rank whose host keeps the store.
+    Rank 0 reads every rank's entry, because its host keeps the store.
     """
     if not store.check(["complete"]):
         refusal = judge()
@@ -279,7 +280,7 @@ def _complete(store: dist.Store, judge: Callable[[], str]) -> None:
 
 
 def _give_up(store: dist.Store, rendezvous: Rendezvous, judge: Callable[[], str]) -> str:
-    """Return which ranks are missing, as announced to all, or "yes" if the last one came at this
+    """Return the missing ranks, as announced to all, or "yes" if the last one came at this
     moment.
     """
     world_size, hosts = rendezvous.world_size, rendezvous.hosts
@@ -307,7 +308,7 @@ def _give_up(store: dist.Store, rendezvous: Rendezvous, judge: Callable[[], str]
 
 
 def _missing(store: dist.Store, ranks: Sequence[int]) -> list[int]:
-    """Return which ranks have not signed in: a request for each, and few where most have."""
+    """Return the ranks that have not signed in: one request for each, and few if most have."""
     if not ranks or store.check([f"here/{r}" for r in ranks]):
         return []
     if len(ranks) == 1:

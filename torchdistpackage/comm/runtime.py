@@ -1,4 +1,4 @@
-"""Initialisation of the default group on the right device, from a Rendezvous.
+"""Initialise the default group on the right device, from a Rendezvous.
 
 Ranks meet through one store: a file when this package started them on one machine, the agent's
 under torchrun, else TCP on a candidate port. On several nodes they talk over the network on which
@@ -76,8 +76,8 @@ from torchdistpackage.errors import LaunchError
 
 _starts = itertools.count()
 _our_variables: dict[str, str] = {}
-"""Variables that `setup_distributed` set, which are therefore not the user's choice when it is
-called again."""
+"""Variables that `setup_distributed` set, which therefore do not count as the user's choice when it
+is called again."""
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +86,8 @@ log = logging.getLogger(__name__)
 class JoinResult:
     """The result of `join`.
 
-    backend: gloo or nccl. notes: lines worth printing once. sharing: the one of them that says that
-    ranks share GPUs, or "".
+    backend: gloo or nccl. notes: lines worth printing once. sharing: the note that ranks share
+    GPUs, or "".
     """
 
     rendezvous: Rendezvous
@@ -157,7 +157,7 @@ def setup_distributed(
 def setup_distributed_slurm(
     backend: str | None = None, port: int | None = None
 ) -> tuple[int, int, int | None, str]:
-    """Join the other ranks: the earlier name of `setup_distributed`, which knows Slurm among
+    """Join the other ranks: the earlier name of `setup_distributed`, which handles Slurm among
     others.
     """
     return setup_distributed(backend, port)
@@ -175,10 +175,10 @@ def join(
     dump_folder: Path | None = None,
     options: GroupOptions = DEFAULTS,
 ) -> JoinResult:
-    """Initialise the default group for this place in the world; see `setup_distributed`.
+    """Initialise the default group for this rank; see `setup_distributed`.
 
-    dump_folder: where torch's record of NCCL's calls goes when one timed out. options: of the
-    default group, where it is over NCCL.
+    dump_folder: folder for torch's record of NCCL's calls after a timeout. options: of the default
+    group, if it uses NCCL.
     """
     if dist.is_initialized():
         raise LaunchError(
@@ -225,8 +225,8 @@ _DESCRIPTORS = 1 << 16
 
 
 def _prepare_for_many(rendezvous: Rendezvous) -> str:
-    """Prepare gloo and rank 0's store for thousands of ranks; return a warning if they are too
-    many for this machine.
+    """Prepare gloo and rank 0's store for thousands of ranks; return a warning if they are too many
+    for this machine.
 
     Each of its groups holds a descriptor for each member, and ends the process where there are no
     more. By default a rank also publishes an address for each member, which all read: 552 GB for
@@ -259,7 +259,7 @@ def leave() -> None:
 
 
 def find_free_port() -> str:
-    """Return a TCP port that was free a moment ago, as text."""
+    """Return a TCP port, as text, that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return str(probe.getsockname()[1])
@@ -268,7 +268,7 @@ def find_free_port() -> str:
 def _meet(
     rendezvous: Rendezvous, port: int | None, timeout_s: float
 ) -> tuple[dist.Store, int | None, str]:
-    """Bring all ranks together at one store; return it, its port, and a line on the network."""
+    """Bring all ranks together at one store; return it, its port, and a line about the network."""
     begin = time.monotonic()
     several_nodes = rendezvous.store is None and rendezvous.local_world_size < rendezvous.world_size
     # None: on its own host rank 0's name may mean loopback, so the others say how they know it
@@ -288,7 +288,7 @@ def _meet(
 
 
 def _as_of(rendezvous: Rendezvous, again: int) -> Rendezvous:
-    """Return the rendezvous under names of its own, if this process joins `again`.
+    """Return the rendezvous under separate names if this process joins `again`.
 
     Some ranks that left may be back before others are gone, and must not meet in the old store.
     """
@@ -315,8 +315,9 @@ def _open_store(
 
 
 def _agents_store(rendezvous: Rendezvous, timeout_s: float) -> dist.Store:
-    """Return the store of torchrun's agent, which listens on the port already: rank 0 too is a
-    client.
+    """Return the store of torchrun's agent.
+
+    The agent already listens on the port, so rank 0 is a client too.
     """
     host, port = rendezvous.address, rendezvous.ports[0]
     try:
@@ -332,7 +333,7 @@ def _agents_store(rendezvous: Rendezvous, timeout_s: float) -> dist.Store:
 
 
 def _master(rendezvous: Rendezvous) -> str | None:
-    """Return the address of rank 0's host, after a check of the user's network settings."""
+    """Return the address of rank 0's host, after checking the user's network settings."""
     if addresses := read_addresses():
         users_interfaces(os.environ, addresses)
     return master_address(
@@ -341,7 +342,7 @@ def _master(rendezvous: Rendezvous) -> str | None:
 
 
 def _choose_network(master: str) -> str:
-    """Set the interface of gloo and NCCL unless the user did; return one line that says which."""
+    """Set the interface of gloo and NCCL unless the user did; return one line that names it."""
     addresses = read_addresses()
     if not addresses:
         return ""
@@ -364,7 +365,7 @@ def _agree_on_device(
     *,
     share_gpus: bool = False,
 ) -> tuple[torch.device, str, tuple[str, ...], str]:
-    """Return this rank's device, the backend for it, notes, and that of shared GPUs; all ranks must
+    """Return this rank's device, its backend, notes, and the note about shared GPUs; all ranks must
     have met.
 
     requested: the backend; None or nccl: nccl on a GPU, else gloo. versions: `RankDevice.versions`.
@@ -431,9 +432,10 @@ def _agree_on_device(
 
 
 def _share(device: torch.device, num_ranks: int, backend: str) -> str:
-    """Prepare NCCL and the allocator of a process whose GPU has several ranks; return a line on it.
+    """Prepare NCCL and the allocator of a process whose GPU has several ranks; return a line about
+    it.
 
-    Before the first communicator, as NCCL reads a variable once.
+    Call it before the first communicator, because NCCL reads the variable only once.
     """
     if num_ranks <= 1:
         return ""
@@ -450,9 +452,10 @@ def _dotted(version: tuple[int, ...] | None) -> str:
 
 
 def _bind(rendezvous: Rendezvous) -> str:
-    """Keep this process to the cores near its GPU, if nobody has bound it; return a line on it.
+    """Bind this process to the cores near its GPU, unless somebody has bound it; return a line
+    about it.
 
-    Pinned memory then lies near the GPU too, as threads and pages of a process follow its cores.
+    Pinned memory is then near the GPU too, because threads and pages of a process follow its cores.
     """
     every, number = frozenset(range(os.cpu_count() or 1)), rendezvous.local_world_size
     if os.sched_getaffinity(0) != every:
@@ -469,16 +472,17 @@ def _bind(rendezvous: Rendezvous) -> str:
 
 
 def _pci_address(index: int) -> str:
-    """Return the address by which /sys knows a GPU; "" where torch does not say."""
+    """Return the address under which /sys lists a GPU, or "" if torch does not tell."""
     properties = torch.cuda.get_device_properties(index)
     parts = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
     return "" if None in parts else "{:04x}:{:02x}:{:02x}.0".format(*parts)
 
 
 def make_deterministic() -> None:
-    """Make NCCL, cuBLAS and torch add in one order, where they can; call it before `join`.
+    """Make NCCL, cuBLAS and torch add in a fixed order, if they can; call it before `join`.
 
-    Variables that the user set stay. torch warns of an operation that has no such variant.
+    Variables set by the user stay. torch warns about an operation that has no deterministic
+    variant.
     """
     for name, value in DETERMINISTIC.items():
         os.environ.setdefault(name, value)
@@ -514,9 +518,7 @@ def _versions() -> str:
 
 
 def _only_gpu(rendezvous: Rendezvous) -> str:
-    """Return the GPU's name, if this process is one of several on its node and sees a single
-    GPU.
-    """
+    """Return the GPU's name if this process is one of several on its node and sees a single GPU."""
     alone = rendezvous.local_world_size == 1
     if alone or exclusive_device(os.environ) or torch.cuda.device_count() != 1:
         return _UNKNOWN

@@ -1,7 +1,8 @@
-"""Messages between ranks from a thread beside the training steps, over gloo groups of their own.
+"""Messages between ranks from a thread beside the training steps, over separate gloo groups.
 
-The flight recorder notes no call of these: it says what the host does and waits for, and the host
-does not wait for these. When a rank is gone, its connections close, so its peers' messages fail.
+The flight recorder does not record these calls: it records what the host does and waits for, and
+the host does not wait for these. When a rank is gone, its connections close, so its peers' messages
+fail.
 """
 
 from collections.abc import Sequence
@@ -37,11 +38,7 @@ class SideChannel:
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
     ) -> None:
-        """Send and fill these contiguous tensors, each with the global rank at the other end.
-
-        Raises:
-            CommError: a peer is gone, or did not come in time.
-        """
+        """Send and receive these contiguous tensors, each with the global rank at the other end."""
         try:
             # receives first: on gloo their notices queue behind what is sent
             works: list[dist.Work] = []
@@ -64,5 +61,5 @@ class SideChannel:
             end(group)
 
     def _to(self, peer: int) -> tuple[Group, int]:
-        """Return the group that has this global rank, and its place in it."""
+        """Return the group that contains this global rank, and the rank's index in it."""
         return next((g, ranks.index(peer)) for ranks, g in self._groups if peer in ranks)

@@ -1,4 +1,4 @@
-"""Objects between the ranks of a group of devices, by the store where all ranks have met.
+"""Exchange objects between the ranks of a device group, through the store where all ranks met.
 
 A back end on devices does not carry what is in host memory, and a gloo group of all ranks connects
 each with each: a descriptor for every rank, and for 4,096 ranks gigabytes of addresses (gloo#419).
@@ -8,8 +8,8 @@ first one.
 
 A key is removed once nobody will read it: all ranks that send their next value have read every
 earlier answer. Objects are pickled, and the store listens to everybody on the network, so each
-value carries a code, made with a key that travels over the devices' own connections, and nothing
-is unpickled whose code is wrong.
+value carries a code, made with a key that travels over the devices' own connections, and nothing is
+unpickled whose code is wrong.
 """
 
 import hmac
@@ -41,39 +41,39 @@ from torchdistpackage.comm.group_state import GroupState, keep_state
 from torchdistpackage.errors import CommError
 
 _CHUNK_BYTES = 4 << 20
-"""Largest value that is stored uncut: torch's store takes 8 MiB at a time."""
+"""Largest value that is stored in one piece: torch's store takes 8 MiB at a time."""
 _NAMED = 20
 _CODE_BYTES = 32
 _PART_S = 10.0
-"""Limit in seconds for rank 0's wait at the end for ranks that still read."""
+"""Seconds that rank 0 waits at the end, at most, for ranks that are still reading."""
 _STORE = Transport("store")
 
 
 @dataclass(frozen=True, slots=True)
 class ForEach:
-    """The result of `reduce` where each rank gets an answer of its own, in group order."""
+    """The result of `reduce` if each rank gets its own answer, in group order."""
 
     answers: Sequence[object]
 
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """Stands for an answer: the first rank could not make one."""
+    """Sent in place of an answer if the first rank could not make one."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Apart:
-    """Stands for an answer: each rank's own has a key of its own."""
+    """Sent in place of an answer if each rank's answer has its own key."""
 
 
 class _RankUnpickler(pickle.Unpickler):
-    """Reads what a rank of this group has pickled; its code has been checked."""
+    """Unpickler for data from a rank of this group, whose code has been checked."""
 
 
 class StoredObjects:
-    """The objects of one group; made and used by all of its ranks in one order.
+    """The objects of one group; all of its ranks create and use it in one order.
 
     limit: how long a rank waits for the others in one call.
     """
@@ -89,7 +89,8 @@ class StoredObjects:
         finalize(self, keep_state(self, state))
 
     def reduce(self, value: object, make: Callable[[list[object]], object]) -> object:
-        """Return what `make` returns on the first rank for the values of all, in group order.
+        """Return the result of `make`, which runs on the first rank with the values of all, in
+        group order.
 
         Raises:
             CommError: `make` raised, or ranks did not come within the limit; names them.
@@ -211,7 +212,7 @@ class StoredObjects:
 
 
 _connections: PerGroup[dist.Store] = PerGroup()
-"""Default group -> a connection of its own: a wait on it holds up no other thread."""
+"""Default group -> its own connection, so a wait on it blocks no other thread."""
 _objects: PerGroup[StoredObjects] = PerGroup()
 
 
@@ -222,7 +223,7 @@ def _own_connection() -> dist.Store:
 
 
 def _shared_secret(group: Group) -> bytes:
-    """Draw a key on the first rank, which the devices bring to all; once for a group."""
+    """Draw a key on the first rank and send it to all through the devices, once per group."""
     drawn = torch.tensor([*secrets.token_bytes(_CODE_BYTES)], dtype=torch.uint8)
     on_device = drawn.to(device_of(group))
     dist.broadcast(on_device, src=ranks_of(group)[0], group=group)
@@ -230,7 +231,7 @@ def _shared_secret(group: Group) -> bytes:
 
 
 def stored_objects(group: Group) -> StoredObjects | None:
-    """Return what carries objects of `group` by the store; None where its back end does."""
+    """Return the carrier of `group`'s objects through the store; None if its back end has none."""
     if not transport_of(group).by_store:
         return None
     if group not in _objects:
@@ -241,7 +242,9 @@ def stored_objects(group: Group) -> StoredObjects | None:
 
 
 def part() -> None:
-    """Hold rank 0 until all ranks have left the world, as it runs the store that the others use."""
+    """Hold rank 0 until all ranks have left the world, because it runs the store that the others
+    use.
+    """
     if world() not in _objects:
         return
     store = _own_connection()
@@ -253,8 +256,8 @@ def part() -> None:
 
 
 def run_stored(operation: str, objects: StoredObjects, act: Callable[[], object]) -> object:
-    """Return the result of `act`, which the record shows as a call; the counterpart of `run_sync`
-    in comm/work.py.
+    """Return the result of `act`, which is recorded as a call; the counterpart of `run_sync` in
+    comm/work.py.
     """
     call = recorder.begin(operation, cast(Any, objects), None)
     call[STATE], since_s = WAITING, recorder.clock_s()

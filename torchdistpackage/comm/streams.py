@@ -1,4 +1,4 @@
-"""Streams of a device, which simulated ones can replace (harness/late/streams.py)."""
+"""Streams of a device; simulated ones can replace them (harness/late/streams.py)."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 Stream = Any
-"""A `torch.cuda.Stream`, or what stands in for one."""
+"""A `torch.cuda.Stream` or its replacement."""
 
 
 class CudaStreams:
@@ -36,8 +36,8 @@ class CudaStreams:
         """Copy on `stream` between the device and pinned memory, of one dtype.
 
         keeps: False if the caller holds the device's side until a stream has waited for the copy.
-        The allocator then reuses the memory in the order of that stream, and not when the host sees
-        that the copy has ended.
+        The allocator then reuses the memory in the order of that stream, instead of waiting until
+        the host sees that the copy has ended.
         """
         with self.on(stream):
             to.copy_(source, non_blocking=True)

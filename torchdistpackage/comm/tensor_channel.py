@@ -1,4 +1,4 @@
-"""Messages of tensors: a header that describes what comes, the payload, and the sends in flight.
+"""Messages of tensors: a header that describes the payload, the payload, and the sends in flight.
 
     sender      send_header(description) ──► send(spec, tensors) ──► settle()
     receiver    receive_header() ──────────► receive(spec) ────────► wait()
@@ -34,13 +34,15 @@ from torchdistpackage.comm.tensor_meta import (
 from torchdistpackage.comm.work import Work
 
 TAG = 0x7DC
-"""The tag of a pipeline's headers. 0x7DD and 0x7DE are those of the debug mode."""
+"""Tag of a pipeline's headers. The debug mode uses 0x7DD and 0x7DE."""
 _SPECS_KEPT = 64
-"""Largest number of headers, with their specs, that a channel keeps to use again."""
+"""Largest number of headers, with their specs, that a channel keeps for reuse."""
 
 
 class Incoming:
-    """A payload on its way here: the buffers that it fills, and the work that waits for it."""
+    """A payload on its way to this rank: the buffers that it fills, and the work that waits for
+    it.
+    """
 
     __slots__ = ("buffers", "work")
 
@@ -56,7 +58,7 @@ class Incoming:
 def send_payload(
     channel: P2PChannel | Post, spec: MessageSpec, tensors: Sequence[Tensor | None], target: int
 ) -> Work:
-    """Send the members of a message to global rank `target`; they must stay until it has left."""
+    """Send the members of a message to global rank `target`; keep them until it has left."""
     return channel.send(spec.travelling(tensors), target)
 
 
@@ -74,15 +76,15 @@ def send_gradients(
 
 
 def expect_gradients(channel: P2PChannel | Post, spec: MessageSpec, source: int) -> Incoming:
-    """Make buffers for the gradients of a message that went to `source`, and begin to receive."""
+    """Allocate buffers for the gradients of a message sent to `source`, and start receiving."""
     buffers = spec.allocate_gradients()
     return Incoming(buffers, channel.receive(spec.travelling_back(buffers), source))
 
 
 class SendQueue:
-    """Sends in flight, the oldest first; the queue bounds the memory that they hold.
+    """Sends in flight, oldest first; the queue bounds the memory that they hold.
 
-    max_sends, max_bytes: beyond these `add` waits for the oldest; None: no bound.
+    max_sends, max_bytes: beyond these, `add` waits for the oldest; None: unlimited.
     """
 
     __slots__ = ("_bytes", "_max_bytes", "_max_sends", "_works")
@@ -108,7 +110,7 @@ class SendQueue:
             self._wait_for_oldest()
 
     def reset(self) -> None:
-        """Drop what an interrupted run has left."""
+        """Drop the sends of an interrupted run."""
         self._works.clear()
         self._bytes = 0
 
@@ -124,10 +126,9 @@ class TensorChannel:
 
     All ranks of the group make it together.
 
-    device: where the tensors of messages are. tag: messages of another tag are apart from these
-    (gloo). max_sends, max_bytes: as `SendQueue`.
-    host: for what is in host memory; headers go there, on gloo payloads too.
-    sends: the headers that this channel has sent, and what its user adds.
+    device: device of the messages' tensors. tag: separates these messages from those of other tags
+    (gloo). max_sends, max_bytes: as `SendQueue`. host: channel for host memory; headers go there,
+    on gloo payloads too. sends: the headers that this channel has sent, and additions of its user.
 
     Raises:
         CommError: messages cannot go from `device` over this group.
@@ -183,7 +184,7 @@ class TensorChannel:
         return spec
 
     def send(self, spec: MessageSpec, tensors: Sequence[Tensor | None], target: int) -> None:
-        """Send a payload, without waiting; `tensors` must stay as they are until it has left."""
+        """Send a payload without waiting; `tensors` must not change until it has left."""
         self.sends.add(send_payload(self._payloads, spec, tensors, target), spec.num_bytes)
 
     def receive(self, spec: MessageSpec, source: int) -> Incoming:
@@ -191,14 +192,14 @@ class TensorChannel:
         return expect_payload(self._payloads, spec, source)
 
     def settle(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all sends have left."""
         self.sends.settle()
 
     def reset(self) -> None:
-        """Drop what an interrupted run has left."""
+        """Drop the sends of an interrupted run."""
         self.sends.reset()
 
     def limit(self, timeout_s: float | None) -> None:
-        """Set how many seconds a message may take from now on."""
+        """Set how many seconds each later message may take."""
         self.host.limit(timeout_s)
         self._payloads.limit(timeout_s)

@@ -1,9 +1,9 @@
 """Descriptions of messages of tensors: their content, their encoding and their use.
 
-A message is one tensor, a tuple, or a flat dict of tensors and None. Its `Description` says
-structure, shapes, dtypes and which members want a gradient. A receiver must know it before it can
-post its receive, so it travels ahead (tensor_channel.py). Gradients go back in the shape of what
-was sent, so they need no description.
+A message is one tensor, a tuple, or a flat dict of tensors and None. Its `Description` gives
+structure, shapes, dtypes and which members want a gradient. A receiver needs it before it can post
+its receive, so it travels ahead (tensor_channel.py). Gradients return in the shape of the message,
+so they need no description.
 
 A `MessageSpec` is a description made ready for use: what follows from it alone is worked out once,
 so that a message of known form costs its allocation and its posting alone.
@@ -23,7 +23,7 @@ Members = dict[str, Tensor | None]
 Message = Tensor | None | tuple[Tensor | None, ...] | Members
 
 HEADER_BYTES = 1024
-"""A description that does not fit says so in the first header and follows in a second."""
+"""Size of a header. A longer description says so in the first header and follows in a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Description:
         return texts[0] if self.form == "tensor" else f"{self.form}({', '.join(texts)})"
 
     def build(self, tensors: Sequence[Tensor | None]) -> Message:
-        """Return the message again, from its members."""
+        """Rebuild the message from its members."""
         if self.form == "tensor":
             return tensors[0]
         if self.form == "dict":
@@ -76,7 +76,7 @@ def tensors_of(message: Message) -> tuple[Tensor | None, ...]:
 def describe(message: Message, device: torch.device | None = None) -> Description:
     """Return the description of a message about to be sent.
 
-    device: where the receiver makes its buffers, so where all members must be; None: anywhere.
+    device: where the receiver allocates its buffers, so all members must be on it; None: any.
 
     Raises:
         CommError: a member is no tensor, a key no string, or a member is elsewhere.
@@ -109,7 +109,7 @@ def describe(message: Message, device: torch.device | None = None) -> Descriptio
 
 
 def encode(description: Description) -> list[Tensor]:
-    """Return the header as uint8 (HEADER_BYTES,), and a second tensor for what does not fit."""
+    """Return the header as uint8 (HEADER_BYTES,), and a second tensor for the overflow."""
     members = [
         m and [list(m.shape), str(m.dtype).removeprefix("torch."), m.requires_grad]
         for m in description.members
@@ -141,8 +141,8 @@ def _dtype(name: str) -> torch.dtype:
 class MessageSpec:
     """A description made ready for use: it allocates buffers, and checks that a message fits.
 
-    num: how many members there are. num_bytes: of all of them together.
-    wanting: numbers of the members whose gradient comes back.
+    num: number of members. num_bytes: of all members together. wanting: indices of the members
+    whose gradient is returned.
     """
 
     __slots__ = (
@@ -175,18 +175,18 @@ class MessageSpec:
         return [torch.empty(shape, dtype=t, device=self._device) for _, shape, t in self._wanted]
 
     def scatter_grads(self, gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """Return a gradient for each member, None where none is wanted."""
+        """Return a gradient for each member, None for members that want none."""
         by_member: list[Tensor | None] = [None] * self.num
         for i, gradient in zip(self.wanting, gradients, strict=True):
             by_member[i] = gradient
         return tuple(by_member)
 
     def travelling(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return the non-empty members of a message, or of `allocate()`, as they are sent."""
+        """Return the non-empty members of a message, or of `allocate()`, in sending order."""
         return [to_bytes(tensors[i]) for i in self._moving]  # type: ignore[arg-type]
 
     def travelling_back(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return the non-empty gradients as they are sent, in the order of `wanting`."""
+        """Return the non-empty gradients in sending order, that of `wanting`."""
         return [to_bytes(gradients[i]) for i in self._moving_back]
 
     def matches(self, message: Message) -> bool:
@@ -224,7 +224,7 @@ class MessageSpec:
 
 
 def pack_message(message: Message, more: Members) -> Members:
-    """Return `message` and `more` as one flat dict, whose keys say what the message was.
+    """Return `message` and `more` as one flat dict, whose keys encode the structure of the message.
 
     `=` a tensor, `(0`, `(1`, ... a tuple, `.name` a dict; `+name` a member of `more`.
     """

@@ -45,8 +45,8 @@ _LOG = logging.getLogger(__name__)
 class RankContext:
     """A rank of a topology.
 
-    groups: None if no process is behind the rank. moe: expert groups exist. found: the groups that
-    were asked for so far, by mode.
+    groups: None if the rank has no process. moe: expert groups exist. found: groups requested so
+    far, by mode.
     """
 
     topology: Topology
@@ -59,7 +59,7 @@ class RankContext:
 
 @dataclass
 class ContextHolder:
-    """The topology that is set up, or None; all holders of this object see it change."""
+    """A holder of the current topology, or None; everyone who shares the object sees changes."""
 
     context: RankContext | None = None
 
@@ -70,16 +70,16 @@ _override: ContextVar[RankContext | None] = ContextVar("tpc_override", default=N
 
 
 def _holder() -> ContextHolder:
-    """Return the holder of this thread: that of the process unless the thread is isolated.
+    """Return the holder of this thread: the process's, unless the thread is isolated.
 
-    A new thread has an empty context, so the process' place cannot live in the context variable: it
-    is what is found where that is unset.
+    A new thread has an empty context, so the process's holder cannot live in the context variable;
+    it is the default when the variable is unset.
     """
     return _isolated.get() or _process
 
 
 def _current() -> RankContext | None:
-    """Return the rank that the caller acts as; None once the world of that rank has ended."""
+    """Return the rank as which the caller acts; None once the world of that rank has ended."""
     context = _override.get() or _holder().context
     if context is not None and context.groups is not None and not context.groups.are_there:
         return None
@@ -125,7 +125,7 @@ class ProcessTopology:
     ) -> None:
         """Set up a finished Topology; groups of the axes are created in mesh order.
 
-        timeout_s: for the others to come, and for each later call. options: as
+        timeout_s: for the others to come, and for each later call. options: see
         `setup_process_groups`.
         """
         self.destroy()
@@ -144,8 +144,8 @@ class ProcessTopology:
     ) -> None:
         """Create the groups of parameters with these layouts, which this rank holds.
 
-        sums: over which gradients are summed. copies: of equal replicas. num_data: data ranks that
-        shard each sum. See layout/derive.py.
+        sums: layouts whose gradients are summed. copies: layouts of equal replicas. num_data:
+        number of data ranks that shard each sum. See layout/derive.py.
         """
         context = self._context()
         planned = creations(
@@ -158,7 +158,7 @@ class ProcessTopology:
     ) -> None:
         """Cut each data group into contiguous `moe_ep` blocks, replicas strided in `moe_dp`.
 
-        A size left out is what the other leaves of the data axis.
+        A size that is left out is the data axis divided by the other.
 
         Raises:
             TopologyError: neither is given, or they do not tile the data axis.
@@ -209,7 +209,7 @@ class ProcessTopology:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The dense axes as torch's DeviceMesh, over the groups that exist already."""
+        """The dense axes as torch's DeviceMesh, over the existing groups."""
         context = self._context()
         if context.mesh is None:
             dense = context.topology.dense
@@ -223,7 +223,7 @@ class ProcessTopology:
         return context.mesh
 
     def describe(self) -> str:
-        """Return the members of each group, a line each: `group pipe, ranks: [0, 8]`; long lists
+        """Return one line for each group with its members: `group pipe, ranks: [0, 8]`; long lists
         are cut.
         """
         context = self._context()
@@ -241,8 +241,8 @@ class ProcessTopology:
         return groups[mode]
 
     def get_ranks_in_group(self, mode: str) -> list[int]:
-        """Return the global ranks of this rank's group, ascending: the order of torch's group
-        ranks.
+        """Return the global ranks of this rank's group, ascending, which is the order of torch's
+        group ranks.
         """
         mesh, axes = self._named(mode)
         return list(mesh.group(self.rank, axes))
@@ -253,7 +253,7 @@ class ProcessTopology:
         return [list(ranks) for ranks in mesh.groups(axes)]
 
     def is_mode_inited(self, mode: str) -> bool:
-        """Return True if the mode is there and its groups have more than one rank."""
+        """Return True if the mode exists and its groups have more than one rank."""
         if not self.is_set or (mode in ("moe_dp", "moe_ep") and not self._context().moe):
             return False
         return self.get_group_size(mode) > 1
@@ -293,15 +293,15 @@ class ProcessTopology:
     is_last_in_model_group = partialmethod(is_last_in_group, "model")
 
     def get_prev_global_rank(self, mode: str = "pipe") -> int:
-        """Return the rank before this one in its group; before the first comes the last."""
+        """Return the rank before this one in its group; the first wraps to the last."""
         return self._beside(mode, -1)
 
     def get_next_global_rank(self, mode: str = "pipe") -> int:
-        """Return the rank after this one in its group; after the last comes the first."""
+        """Return the rank after this one in its group; the last wraps to the first."""
         return self._beside(mode, 1)
 
     def is_first_group(self, mode: str) -> bool:
-        """Return True if this rank's group is the first of its kind: the one with rank 0."""
+        """Return True if this rank's group is the first of its kind, the one with rank 0."""
         return 0 in self.get_ranks_in_group(mode)
 
     def _beside(self, mode: str, step: int) -> int:
@@ -337,7 +337,7 @@ class ProcessTopology:
 
     @contextmanager
     def isolated(self) -> Iterator["ProcessTopology"]:
-        """Make this thread alone a rank of its own inside the block; at first nothing is set up."""
+        """Make only this thread a separate rank inside the block; at first nothing is set up."""
         token = _isolated.set(ContextHolder())
         outer = _override.set(None)
         try:
@@ -374,9 +374,9 @@ def is_using_pp() -> bool:
 
 
 def resolve_group(group: Group | None, mode: str) -> Group:
-    """Return `group`, or tpc's group of `mode`, or the default group where tpc is not set up.
+    """Return `group`, or tpc's group of `mode`, or the default group if tpc is not set up.
 
-    Every public function that a user calls by hand fills in `group=None` through this one.
+    Every public function that takes `group=None` resolves it through this one.
     """
     if group is not None:
         return group
@@ -388,7 +388,7 @@ def resolve_group(group: Group | None, mode: str) -> Group:
 
 
 def group_again(ranks: Sequence[int]) -> Group:
-    """Return the group of these ranks; a pickle keeps nothing else of a group.
+    """Return the group of these ranks; a pickled group contains only its ranks.
 
     Raises:
         CommError: this process has no such group, or this rank is not in it.
@@ -414,7 +414,8 @@ copyreg.pickle(Group, _reduced)  # of split modules; torch's own groups cannot b
 
 
 def setup_node_groups(num_per_node: int = 8) -> Group | None:
-    """Return the group of this rank's node, where ranks fill nodes in order, `num_per_node` each.
+    """Return the group of this rank's node, for ranks that fill nodes in order, `num_per_node`
+    each.
 
     The answer is None for a single node: its group is the default group, which None also means to
     the optimizers that take such a group. All ranks call this. Where tpc is set up, the group is

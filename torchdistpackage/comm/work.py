@@ -1,4 +1,4 @@
-"""Issue of calls, and `Work`, which stands for a call in flight.
+"""Issue calls, and represent a call in flight as `Work`.
 
 Every wait is noted in the flight recorder. A failure carries the operation, its number, the ranks
 and the schedule's action, whichever call it surfaced in. `run_sync` and `run_async` take the same
@@ -30,14 +30,14 @@ from torchdistpackage.schedule.actions import Action
 
 Group = dist.ProcessGroup
 _ADVICE = " This is typically caused by a remote worker"
-"""Begin of the general advice that gloo of torch 2.13 adds to the loss of a peer."""
+"""Beginning of the general advice that gloo of torch 2.13 adds when a peer is lost."""
 
 
 class Work:
     """A call in flight, begun with `async_op` or a post; `wait()` returns its tensor, ready to use.
 
-    On CUDA `wait` makes the current stream wait, not the host.
-    calls: one for all of `works`, or one for each. keep: what must stay in memory until then.
+    On CUDA `wait` makes the current stream wait, not the host. calls: one for all `works`, or one
+    for each. keep: objects that must stay in memory until then.
     """
 
     __slots__ = ("_calls", "_finish", "_keep", "_limit", "_value", "_works")
@@ -55,14 +55,14 @@ class Work:
         self._finish, self._limit, self._keep = finish, limit, keep
 
     def __del__(self) -> None:
-        """Hand works that nobody awaited to the group, which settles them before its next call."""
+        """Hand unawaited works to the group, which settles them before its next call."""
         if self._calls:
             call = self._calls[0]
             if call[PEER] is None and call[STATE] != FAILED and call[GROUP].direct:
                 call[GROUP].left += self._works
 
     def forget(self) -> None:
-        """Drop the reference to the tensors: a queued transport keeps alive what is on its way."""
+        """Drop the reference to the tensors: a queued transport keeps tensors in transit alive."""
         self._keep = None
 
     def wait(self) -> Tensor:
@@ -102,7 +102,7 @@ NO_FACTS = ()
 def run_sync(operation: str, group: Group, x, facts, finish, function, *args) -> Tensor:
     """Call `function` and wait; return `x`, or the result of `finish`.
 
-    facts: what all members must agree on besides shape and dtype.
+    facts: values on which all members must agree besides shape and dtype.
     """
     if recorder.checks:
         debug_checks.agree(operation, group, x, facts)
@@ -139,9 +139,7 @@ def wait_works(works: Sequence[dist.Work], limit: timedelta | None) -> None:
 
 
 def failed(call: Call, error: Exception) -> CommError:
-    """Return a CommError that says in which call, over which ranks and for which action it
-    failed.
-    """
+    """Return a CommError that names the call, its ranks and its action."""
     state, call[STATE] = call[GROUP], FAILED
     where = f"the {state.axis} group of ranks" if state.axis else "ranks"
     peer = ""

@@ -1,7 +1,7 @@
-"""Collect the problems that the checks of a run find one after the other, and report all at once.
+"""Collect the problems that the separate checks of a run find, and report them all at once.
 
-A check that reads a key which is wrong already would complain about a default or crash, so it is
-left out, and the report names it.
+A check is skipped if it reads a key that is already known to be wrong, because it would complain
+about a default or crash. The report names the skipped checks.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ _REFUSALS = (ConfigError, LayoutError, ScheduleError, TopologyError)
 
 
 class ProblemCollector:
-    """The problems of one run, of which those of its file come first.
+    """The problems of one run; those of its file come first.
 
     draft: the run as it was read. source: its name in the report.
     """
@@ -33,7 +33,7 @@ class ProblemCollector:
             self._errors.append(ConfigErrors(source, draft.problems))
 
     def run(self, name: str, keys: Sequence[str], check: Callable[[], T]) -> T | None:
-        """Return what a check returns; None if it is left out or refuses the run.
+        """Return the result of a check, or None if it is skipped or refuses the run.
 
         Args:
             name: what it checks, for the report.
@@ -50,11 +50,11 @@ class ProblemCollector:
             return None
 
     def note(self, text: str) -> None:
-        """Keep a line for the end of the report, which is not printed if nothing is wrong."""
+        """Add a line to the end of the report. It is printed only if something is wrong."""
         self._notes.append(text)
 
     def finish(self) -> None:
-        """Raise all problems as one error, which names the checks that were left out.
+        """Raise all problems as one error that names the skipped checks.
 
         Raises:
             ConfigError: several checks have refused the run; of one check, its own error.

@@ -1,8 +1,7 @@
-"""Names of data sets in the cache of Hugging Face `datasets`, as data.path takes them, and where
-they are.
+"""Resolve the names of data sets in the cache of Hugging Face `datasets`, as data.path takes them.
 
-`datasets` keeps a data set that it has loaded in CACHE/NAME/CONFIG/VERSION/HASH, where org/name is
-stored as org___name, in snake case.
+`datasets` stores a loaded data set in CACHE/NAME/CONFIG/VERSION/HASH, in snake case, with org/name
+written as org___name.
 """
 
 import os
@@ -14,10 +13,10 @@ from typing import NamedTuple
 from torchdistpackage.errors import DataError
 
 CACHED = "datasets:"
-"""The prefix of a path that is the name of a cached data set. No data set, configuration or
-split has a colon in its name."""
+"""Prefix of a path that names a cached data set. The names of data sets, configurations and splits
+contain no colon."""
 CACHED_KIND = "arrow"
-"""The value of data.name whose files the cache holds."""
+"""Value of data.name for files in the cache."""
 _INFO = "dataset_info.json"
 _UNFINISHED = ".incomplete"
 _CAPITALS = re.compile(r"([A-Z]+)([A-Z][a-z])")
@@ -26,9 +25,9 @@ _MOST_NAMES = 8
 
 
 class CachedName(NamedTuple):
-    """A name of `datasets:NAME[/CONFIG][:SPLIT]`.
+    """A parsed name `datasets:NAME[/CONFIG][:SPLIT]`.
 
-    parts: of the name and the configuration, between slashes. split: "" if none is named.
+    parts: the name and the configuration, split at slashes. split: "" if the name has none.
     """
 
     parts: tuple[str, ...]
@@ -36,7 +35,7 @@ class CachedName(NamedTuple):
 
     @classmethod
     def of(cls, path: str) -> "CachedName | None":
-        """Return the name that a path is; None for the path of a file or folder."""
+        """Return the cached name in `path`, or None if it is the path of a file or folder."""
         if not path.startswith(CACHED):
             return None
         name, _, split = path.removeprefix(CACHED).partition(":")
@@ -44,7 +43,7 @@ class CachedName(NamedTuple):
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder in which `datasets` keeps what it has loaded."""
+    """Return the folder in which `datasets` stores loaded data sets."""
     if folder := environ.get("HF_DATASETS_CACHE"):
         return Path(folder)
     home = environ.get("HF_HOME")
@@ -53,7 +52,7 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def located(path: str) -> Path:
-    """Return the file or folder of a path, for a cached name the newest folder with its rows.
+    """Return the file or folder to read; for a cached name, the newest folder with its rows.
 
     Raises:
         DataError: the name is not in the cache, or there are several data sets or configurations of
@@ -95,7 +94,9 @@ def located(path: str) -> Path:
 
 
 def _readings(parts: tuple[str, ...]) -> list[tuple[str, str | None]]:
-    """Return each (folder of a data set, its configuration or None for any) that a name can be."""
+    """Yield the possible readings of a name: (folder of a data set, its configuration or None for
+    any).
+    """
     readings: list[tuple[str, str | None]] = []
     if len(parts) < 3:
         readings.append((_stored(parts), None))

@@ -12,7 +12,7 @@ from torchdistpackage.config.hugging_face import SETTINGS, read_mapping, read_te
 from torchdistpackage.errors import DataError
 
 TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
-"""The file of the template `default`, and the folder of template files that are named otherwise."""
+"""File of the template `default`, and folder of the template files with other names."""
 PROCESSORS = ("chat_template.json", "processor_config.json")
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 _DATE = "strftime_now"
@@ -20,7 +20,7 @@ _DATE = "strftime_now"
 
 
 def chat_templates(folder: Path) -> dict[str, str]:
-    """Return the Jinja source of each chat template by its name; one without a name is `default`.
+    """Return the Jinja source of each chat template by name; an unnamed template is `default`.
 
     Raises:
         DataError: a file that could have one cannot be read.
@@ -39,7 +39,7 @@ def chat_templates(folder: Path) -> dict[str, str]:
 
 
 def template_name(names: Iterable[str], *, has_tools: bool) -> str | None:
-    """Return the name of the template that fits a chat; None if there is none."""
+    """Return the name of the template for a chat, or None if there is none."""
     order = (WITH_TOOLS, DEFAULT) if has_tools else (DEFAULT,)
     return next((name for name in order if name in names), None)
 
@@ -50,7 +50,9 @@ def writes_date(templates: Mapping[str, str]) -> bool:
 
 
 def folder_writes_date(tokenizer: str | Path) -> bool:
-    """Return `writes_date` of a tokenizer's folder; False if its files cannot be read."""
+    """Return whether a template of a tokenizer's folder writes today's date; False if its files
+    cannot be read.
+    """
     path = Path(tokenizer)
     try:
         return writes_date(chat_templates(path if path.is_dir() else path.parent))
@@ -78,7 +80,9 @@ def _more_files(folder: Path) -> list[Path]:
 
 
 def _entries(value: Any) -> Iterator[tuple[str, str]]:
-    """Yield name and source of each template in an entry: a text or a list of {name, template}."""
+    """Yield the name and source of each template in an entry: a text, or a list of {name,
+    template}.
+    """
     if isinstance(value, str):
         yield DEFAULT, value
     entries = cast(list[Any], value) if isinstance(value, list) else []

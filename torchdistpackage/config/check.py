@@ -1,6 +1,6 @@
-"""Check all rules across sections, for every number of ranks that a run may have, and its files.
+"""Check a run's files and all rules across sections, for every number of ranks it may have.
 
-All violations are reported. Only a rule whose own keys are already wrong is skipped, because its
+All violations are reported. A rule is skipped only if its own keys are already wrong, because its
 message would be noise.
 """
 
@@ -36,7 +36,7 @@ RULES = sorted(
     (*MODEL_RULES, *OPTIM_RULES, *EXPERT_RULES, *rules.RULES, *DATA_RULES, *PIPELINE_RULES),
     key=lambda rule: _SECTIONS.index(rule.fields[0].partition(".")[0]),
 )
-"""All rules in the order in which they are reported, which is that of the sections."""
+"""All rules, in the order of the sections, which is the order of the report."""
 _SLURM = "launch.slurm"
 
 
@@ -100,7 +100,7 @@ def failed_rules(
 def _of_options(
     config: RunConfig, wrong: Collection[Found], bad: Collection[str]
 ) -> Iterator[Violation]:
-    """Yield the problems of `launch.slurm`, each under its key as the file spells it."""
+    """Yield the problems of `launch.slurm`, each under its key as spelled in the file."""
     written = {canonical_name(key): key for key in config.launch.slurm}
     for key, text in wrong:
         keys = (f"{_SLURM}.{written.get(key, key)}",)
@@ -109,7 +109,7 @@ def _of_options(
 
 
 def _of_site(config: RunConfig, path: str, bad: Collection[str]) -> Iterator[Violation]:
-    """Yield what the site of the job cannot give."""
+    """Yield each request that the site of the job cannot satisfy."""
     try:
         site = read_site(path)
     except ConfigError as error:
@@ -124,7 +124,7 @@ def _of_site(config: RunConfig, path: str, bad: Collection[str]) -> Iterator[Vio
 
 
 def _on_each(config: RunConfig, shape: JobGeometry, bad: Collection[str]) -> Iterator[Violation]:
-    """Yield the rules that a job breaks, each once, with the numbers of nodes on which it does."""
+    """Yield each rule that a job breaks once, with the node counts that break it."""
     texts: dict[tuple[str, ...], tuple[str, list[int]]] = {}
     for nodes, world_size in zip(shape.nodes, shape.world_sizes, strict=True):
         for keys, text in _on(config, world_size, bad):
@@ -217,7 +217,7 @@ def absent_files(config: RunConfig) -> list[Problem]:
 
 
 def old_packages(config: RunConfig) -> list[Problem]:
-    """Return a problem for each package that a key needs and whose release is too old."""
+    """Return a problem for each package whose release is too old for a key that needs it."""
     problems_of = {key: too_old(package) for package, key in _needed_packages(config).items()}
     return [config.problem(key, text) for key, text in problems_of.items() if text is not None]
 
@@ -245,7 +245,7 @@ def wrong_files(config: RunConfig) -> list[Problem]:
 
 
 def _of_size(data: DataSection) -> Iterator[str]:
-    """Yield whether a file of bytes or token ids, which is cut near its end, is too short."""
+    """Yield a problem if a file of bytes or token ids is too short; it is cut near its end."""
     path = Path(data.path or "")
     if data.name not in ("text", "tokens") or data.tokenizer is not None or not path.is_file():
         return
@@ -259,7 +259,7 @@ def _of_size(data: DataSection) -> Iterator[str]:
 
 
 def bytes_there(data: DataSection) -> int | None:
-    """Return the size in bytes of the files that a data section reads; None if none exists."""
+    """Return the total size in bytes of a data section's files, or None if none exists."""
     try:
         path, suffix = located(data.path or ""), SUFFIX_OF_KIND.get(data.name or "", "")
     except DataError:

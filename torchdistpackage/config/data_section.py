@@ -1,8 +1,8 @@
 """The data section of the YAML file: the data for training and validation, and their format.
 
-`DATA` has a row for each value of `data.name`, a format of files or a source of another kind. From
-it follow the values of the keys, what reads the data, what is refused beside it, and the table of
-docs/data.md (scripts/docs).
+`DATA` has a row for each value of `data.name`: a format of files, or another kind of source. The
+values of the keys, the reader, the refusals and the table of docs/data.md (scripts/docs) follow
+from the row.
 """
 
 import math
@@ -180,7 +180,7 @@ KIND_OF_SUFFIX = {spec.suffix: name for name, spec in DATA.items() if spec.in_bl
 SUFFIX_OF_KIND = {name: spec.suffix for name, spec in DATA.items() if spec.suffix}
 """Suffix of the files that are read from a folder, by kind; text has none."""
 OWN_KEYS = tuple(dict.fromkeys(key for spec in DATA.values() for key in spec.keys))
-"""Keys that have an effect with some data alone."""
+"""Keys that only some values of data.name use."""
 DataName = Annotated[str, *k.one_of(DATA)] | None
 FileKind = Annotated[str, *k.one_of(KINDS)] | None
 
@@ -231,7 +231,7 @@ Sources = Annotated[
 
 
 def source_labels(sources: Sequence[SourceSection]) -> list[str]:
-    """Return the label of each source; equal names of files get the number of their source."""
+    """Return the label of each source; sources with equal file names are numbered."""
     labels: list[str] = []
     for index, source in enumerate(sources):
         label = source.label or PurePath((source.path or "").removeprefix(CACHED)).stem
@@ -242,7 +242,7 @@ def source_labels(sources: Sequence[SourceSection]) -> list[str]:
 def changed_shares(
     earlier: Sequence[SourceSection], now: Sequence[SourceSection]
 ) -> dict[str, tuple[float, float]]:
-    """Return by label the shares of the samples (before, now) of each source whose share changed.
+    """Return the sources whose share of the samples changed: label -> (share before, share now).
 
     A source that is missing on one side has share 0 there.
     """
@@ -258,12 +258,12 @@ def changed_shares(
 
 
 def share_text(share: float) -> str:
-    """Return the share of a source of the samples as text."""
+    """Return a source's share of the samples as text."""
     return f"{share:.1%} of the samples"
 
 
 class WeightedSource(NamedTuple):
-    """One source of a blend. section: the data section as if this source were the only one."""
+    """One source of a blend. section: the data section as if this were the only source."""
 
     label: str
     weight: float
@@ -271,7 +271,7 @@ class WeightedSource(NamedTuple):
 
 
 class DataSection(NamedSection):
-    """The data for training and validation: from files, or your own by import path."""
+    """The training and validation data: files, or your own source by import path."""
 
     name: DataName = Field(
         default="python_stdlib",
@@ -414,7 +414,7 @@ class DataSection(NamedSection):
 
     @property
     def is_preference(self) -> bool:
-        """Return whether samples are answers that were compared or labelled."""
+        """Return whether samples are compared or labelled answers."""
         return self.name in (PREFERENCE, UNPAIRED)
 
     @property
@@ -429,7 +429,7 @@ class DataSection(NamedSection):
 
     @property
     def head(self) -> HeadTask | None:
-        """Return the task whose head is trained; None: there is none."""
+        """Return the task whose head is trained, or None."""
         return HEAD_TASKS.get(self.name or "")
 
     @property
@@ -444,13 +444,13 @@ class DataSection(NamedSection):
 
     @property
     def row_names(self) -> tuple[str, ...]:
-        """Return the name of each sequence of a sample; "" for one that needs none."""
+        """Return the name of each sequence in a sample; "" for a sequence without a name."""
         names = ("",) if self.spec is None else self.spec.row_names
         return (*names, *(f"negative {i + 1}" for i in range(self.num_negatives)))
 
     @property
     def blend(self) -> tuple[WeightedSource, ...]:
-        """Return the sources, each with its label."""
+        """Return the sources with their labels."""
         blend: list[WeightedSource] = []
         for label, source in zip(source_labels(self.sources), self.sources, strict=True):
             section = self.reading(source.path or "", source.name, source.field)
@@ -474,17 +474,17 @@ class DataSection(NamedSection):
 
     @property
     def val_part(self) -> "DataSection | None":
-        """Return a section that reads val_path, all of which is for validation."""
+        """Return a section that reads val_path, entirely for validation."""
         return None if self.val_path is None else self._evaluated(self.val_path)
 
     @property
     def eval_parts(self) -> "dict[str, DataSection]":
-        """Return a section for each set of `eval`, by its name."""
+        """Return a section for each set of data.eval, by name."""
         return {name: self._evaluated(path) for name, path in self.eval.items()}
 
     @property
     def all_parts(self) -> "dict[str, DataSection]":
-        """Return `parts` and the sections that only validations read, by the key of the path."""
+        """Return `parts` and the sections that only validation reads, by the key of the path."""
         val = {} if self.val_part is None else {"data.val_path": self.val_part}
         return self.parts | val | {f"data.eval.{n}": x for n, x in self.eval_parts.items()}
 
@@ -492,7 +492,7 @@ class DataSection(NamedSection):
         return self.reading(path).model_copy(update={"val_fraction": 1.0, "streaming": False})
 
     def reading(self, path: str, name: str | None = None, field: str | None = None) -> Self:
-        """Return the section that reads this file or folder alone, with the same other keys."""
+        """Return a section that reads only this file or folder, with the same other keys."""
         kind = name or (self.name if self.spec is not None and self.spec.task else None)
         kind = kind or (CACHED_KIND if CachedName.of(path) else None)
         kind = kind or KIND_OF_SUFFIX.get(PurePath(path).suffix)

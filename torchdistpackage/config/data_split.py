@@ -14,8 +14,8 @@ def too_few_tokens(
 ) -> str | None:
     """Return a message if `number` tokens do not fill one sample of a split, else None.
 
-    of: where the tokens are, for the message. total: number of tokens of both splits, if these are
-        cut from one file.
+    of: place of the tokens, for the message. total: number of tokens of both splits, if they are
+    cut from one file.
     """
     needed = seq_len + 1
     if number >= needed:

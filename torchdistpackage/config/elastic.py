@@ -1,8 +1,9 @@
-"""Fit the degrees of a run to another number of ranks than it was written for.
+"""Adapt the degrees of a run to a number of ranks other than the one it was written for.
 
-Everything that results depend on stays: the global batch, the order of samples and the schedule of
-the learning rate. Tensor and context stay too, because they cut single layers. The data axis
-changes first, then the pipe axis. Accumulation makes up for missing ranks, so no microbatch grows.
+Everything that affects results stays: the global batch, the order of samples and the learning-rate
+schedule. Tensor and context degrees stay too, because they cut single layers. The data degree
+changes first, then the pipe degree. Gradient accumulation makes up for missing ranks, so no
+micro-batch grows.
 """
 
 from collections.abc import Iterator
@@ -42,9 +43,9 @@ def elastic_config(
 
 
 def nodes_used(config: RunConfig, shape: JobGeometry) -> dict[int, int]:
-    """Return for each number of nodes that a job may get how many of them it uses.
+    """Return how many nodes the job uses for each number of nodes it may get.
 
-    It uses the largest number that degrees fit.
+    A job uses the largest number of nodes for which degrees exist.
 
     Raises:
         ConfigError: no degrees fit the fewest nodes.
@@ -65,7 +66,7 @@ def nodes_used(config: RunConfig, shape: JobGeometry) -> dict[int, int]:
 
 
 def _candidates(config: RunConfig, num_ranks: int) -> Iterator[RunConfig]:
-    """Yield runs whose pipe and data axes have `num_ranks` ranks, the most similar one first."""
+    """Yield runs whose pipe and data axes have `num_ranks` ranks, most similar first."""
     most = _samples_per_microbatch(config)
     for pipe in range(min(config.parallel.pipe, num_ranks), 0, -1):
         data, remainder = divmod(num_ranks, pipe)
@@ -78,7 +79,9 @@ def _candidates(config: RunConfig, num_ranks: int) -> Iterator[RunConfig]:
 
 
 def _samples_per_microbatch(config: RunConfig) -> int | None:
-    """Return the samples of a microbatch of the run as written; None if parallel.data is auto."""
+    """Return the samples of a micro-batch of the run as written, or None if parallel.data is
+    auto.
+    """
     data = config.parallel.data
     if data == "auto":
         return None
@@ -88,9 +91,9 @@ def _samples_per_microbatch(config: RunConfig) -> int | None:
 
 
 def _accumulate(config: RunConfig, data: int, most: int | None) -> int | None:
-    """Return the fewest accumulation rounds for `data` replicas; None if no number fits.
+    """Return the fewest accumulation rounds for `data` replicas, or None if no number fits.
 
-    most: largest number of samples in a microbatch; None for no limit.
+    most: largest number of samples in a micro-batch; None for no limit.
     """
     share, remainder = divmod(config.data.global_batch, data * config.pipeline.microbatches)
     if remainder:

@@ -8,12 +8,14 @@ from typing import NamedTuple
 from torchdistpackage.errors import ConfigError
 
 MAX_PROBLEMS = 100
-"""Most problems that are reported, because looking for advice takes time for each."""
+"""Largest number of reported problems; looking for advice takes time for each."""
 _MAX_LINE = 4000
 
 
 class SourceLocation(NamedTuple):
-    """The place of a key; an override has no line, and its file is `command line: a.b=c`."""
+    """The place where a key was written; an override has no line, and its file is `command line:
+    a.b=c`.
+    """
 
     file: str
     line: int | None = None
@@ -21,7 +23,7 @@ class SourceLocation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KeyLocations:
-    """The places of the keys of a run; they do not count when runs are compared.
+    """The places where keys were written; comparisons of runs ignore them.
 
     by_path: the places of keys that were written; all other keys have the place `source`.
     """
@@ -32,7 +34,7 @@ class KeyLocations:
     )
 
     def of(self, path: tuple[str | int, ...]) -> SourceLocation:
-        """Return the place of `path`, or of the nearest section around it."""
+        """Return the place of `path`, or of the nearest enclosing section."""
         around = (path[:end] for end in range(len(path), 0, -1))
         return next(
             (self.by_path[p] for p in around if p in self.by_path), SourceLocation(self.source)
@@ -41,7 +43,7 @@ class KeyLocations:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong, e.g. run.yaml:7: parallel.tensr: unknown key; ..."""
+    """One problem, e.g. run.yaml:7: parallel.tensr: unknown key; ..."""
 
     file: str
     line: int | None
@@ -59,7 +61,7 @@ class Problem:
 
 
 class ConfigErrors(ConfigError):
-    """All that is wrong with one configuration; `problems` holds them in file order."""
+    """All problems of one configuration; `problems` holds them in file order."""
 
     def __init__(self, source: str, problems: Iterable[Problem]) -> None:
         self.source = source
@@ -75,6 +77,6 @@ class ConfigErrors(ConfigError):
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the valid name that is most similar to `name`, or None if none is close.
 
-    cutoff: least ratio of difflib for a name to count as close.
+    cutoff: smallest similarity (ratio of difflib) that counts as close.
     """
     return next(iter(difflib.get_close_matches(name.lower(), list(names), 1, cutoff)), None)

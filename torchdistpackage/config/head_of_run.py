@@ -1,4 +1,4 @@
-"""The head that a run asks for: its task, and the classes that it or a folder names. No torch."""
+"""Find the head of a run: its task, and the classes named by the run or its folder. No torch."""
 
 from torchdistpackage.config.head_tasks import ModelHead, labels_in
 from torchdistpackage.config.hugging_face import read_config
@@ -16,8 +16,8 @@ def head_of(config: RunConfig) -> ModelHead | None:
 
 
 def class_labels(config: RunConfig) -> tuple[str, ...]:
-    """Return the names of the classes: data.labels, or those of a folder that has a head; () if
-    neither names any.
+    """Return the class names: data.labels, or those of a folder that has a head; () if neither
+    names any.
     """
     if config.data.labels or config.model.hf is None:
         return config.data.labels

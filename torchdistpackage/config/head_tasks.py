@@ -1,8 +1,8 @@
-"""The tasks of `data.name` that train a head on a model of transformers in place of the next token,
-each a row with all that is asked of one. No torch.
+"""The tasks of `data.name` that train a head on a transformers model instead of predicting the next
+token, one row each. No torch.
 
-From a row follow the head that transformers has for it, what a row of a file holds, the object that
-decides the loss, and the table of docs/heads.md (scripts/docs).
+The transformers class, the contents of a row of a file, the loss and the table of docs/heads.md
+(scripts/docs) follow from a task's row.
 """
 
 from collections.abc import Mapping
@@ -12,21 +12,24 @@ from typing import Any, cast
 from torchdistpackage.text import markdown_table
 
 MOST_CLASSES_OF_A_TEXT = 62
-"""Most classes with data.multi_label: the bits of a label, in one integer with its sign."""
+"""Largest number of classes with data.multi_label: a label stores one bit for each class in one
+signed integer.
+"""
 SEQUENCE, TOKEN = "ForSequenceClassification", "ForTokenClassification"
-"""Ends of the names of transformers' classes with a head for a sequence, and for each token."""
+"""Suffixes of transformers' class names with a head for a sequence and for each token."""
 SCORE, CLASSIFIER = "score", "classifier"
-"""Names of the layer of a head in transformers' classes, which peft knows it by too."""
+"""Names of the head's layer in transformers' classes; peft uses the same names."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadTask:
     """A task with a head.
 
-    loss: "module:class" of its `HeadLoss` (train/head_losses.py). has_classes: a label is a class,
-    else a number. is_pairs: a sample is a chosen and a rejected answer, of a score each. ending: of
-    the name of transformers' class; "" of the base class, which has no head. keys: of the data
-    section that it alone reads. row, formula, metrics, peer: its row of docs/heads.md.
+    loss: "module:function" of its `HeadLoss` (train/head_losses.py). has_classes: a label is a
+    class, otherwise a number. is_pairs: a sample is a chosen and a rejected answer with one score
+    each. ending: suffix of the name of transformers' class; "" for the base class without a head.
+    keys: keys of the data section that only this task reads. row, formula, metrics, peer: its row
+    in docs/heads.md.
     """
 
     name: str
@@ -42,7 +45,7 @@ class HeadTask:
 
     @property
     def is_of_tokens(self) -> bool:
-        """Return whether each token has a label of its own."""
+        """Return whether each token has its own label."""
         return self.ending == TOKEN
 
     @property
@@ -102,7 +105,7 @@ HEAD_TASKS: Mapping[str, HeadTask] = {
 
 
 WITHOUT_HEAD = HeadTask("embedding", loss="", ending="")
-"""The base class of an encoder, whose hidden states are compared."""
+"""Base class of an encoder, whose hidden states are compared."""
 
 
 def page_rows() -> str:
@@ -113,7 +116,7 @@ def page_rows() -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelHead:
-    """The head that a run asks for. labels: names of its classes; () without classes."""
+    """The head of a run. labels: class names; () without classes."""
 
     task: HeadTask
     labels: tuple[str, ...] = ()
@@ -121,7 +124,7 @@ class ModelHead:
 
     @property
     def num_outputs(self) -> int:
-        """Return the outputs of the head: one of each class, two where none is known, or one
+        """Return the number of outputs: one for each class, two if classes are unknown, or one
         number.
         """
         return (len(self.labels) or 2) if self.task.has_classes else 1
@@ -140,19 +143,19 @@ class ModelHead:
 
 
 def is_head(parameter: str) -> bool:
-    """Return whether the parameter of this global name belongs to the layer of a head."""
+    """Return whether the parameter with this global name belongs to the head's layer."""
     return parameter.startswith((f"{SCORE}.", f"{CLASSIFIER}."))
 
 
 def has_head(settings: Mapping[str, Any]) -> str:
-    """Return the class of a config.json if it has a head for sequences or tokens, else ""."""
+    """Return the class in a config.json if it has a head for sequences or tokens, else ""."""
     listed = settings.get("architectures")
     names = [str(x) for x in cast(list[object], listed)] if isinstance(listed, list) else []
     return next((x for x in names if x.endswith((SEQUENCE, TOKEN))), "")
 
 
 def labels_in(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the classes of a config.json with a head; () of one without."""
+    """Return the class names in a config.json with a head, or () without one."""
     if not has_head(settings):
         return ()
     named = settings.get("id2label")

@@ -1,7 +1,7 @@
 """Read a transformers folder: config.json as keys of the model section, and its tokenizer.
 
-For GPT-2 and Llama every setting either has a key here, changes no number, or is refused. Missing
-settings have the defaults of transformers. Only the JSON files of a tokenizer are read. No torch.
+Every GPT-2 and Llama setting has a key here, changes no number, or is refused. Missing settings get
+transformers' defaults. Only the JSON files of a tokenizer are read. No torch.
 """
 
 import math
@@ -18,10 +18,10 @@ _OF_TOKENS = ("ForCausalLM", "LMHeadModel", "LMHead", "ForConditionalGeneration"
 TRAINER_STATE = "trainer_state.json"
 """The file of each checkpoint of transformers' Trainer."""
 ADAPTER_FILE = "adapter_config.json"
-"""The file that peft writes beside adapters."""
+"""File that peft writes beside adapters."""
 _MAX_CONFIG_BYTES = 1 << 24
 FREE_KEYS = ("norm_eps", "rope")
-"""Keys that a run may set differently, because they change no weight's shape or name."""
+"""Keys that a run may change, because they affect no weight's shape or name."""
 GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 """transformers' activation_function -> model.mlp; an export writes the first name of each."""
 _ROPE = (
@@ -39,9 +39,7 @@ _ROPE = (
 ORIGINAL = "original_max_position_embeddings"
 _WIDTH = {"n_embed": "hidden_size"}
 _FLOAT, _NO_JSON = "__float__", {"Infinity": "inf", "-Infinity": "-inf", "NaN": "nan"}
-"""The form in which transformers writes numbers that JSON lacks: a mapping with this key, and its
-values.
-"""
+"""Key and values of the mapping that transformers writes for numbers JSON cannot express."""
 _OTHER_KEYS = {
     "gpt2": {
         "hidden_size": "n_embd",
@@ -52,7 +50,9 @@ _OTHER_KEYS = {
     "bloom": {**_WIDTH, "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
     "falcon": _WIDTH,
 }
-"""model_type -> setting -> older key of it; transformers reads both, and the older one wins."""
+"""model_type -> setting -> older name of the setting; transformers reads both, and the older one
+wins.
+"""
 
 
 def config_file(folder: str | Path) -> Path:
@@ -62,7 +62,7 @@ def config_file(folder: str | Path) -> Path:
 
 
 def taken(folder: str | Path) -> str | None:
-    """Return why a new model cannot be written to `folder`, or None.
+    """Return why a new model cannot be written to `folder`, or None if it can.
 
     A folder with files is refused, because old files would mix with new ones.
     """
@@ -116,13 +116,15 @@ def other_model(folder: str | Path) -> str:
 
 
 def _untagged(mapping: dict[str, Any]) -> Any:
-    """Return a JSON mapping, or the number that transformers wrote as one."""
+    """Return a JSON mapping unchanged, or the number that transformers wrote as a mapping."""
     tag = mapping.get(_FLOAT) if len(mapping) == 1 else None
     return float(_NO_JSON[tag]) if isinstance(tag, str) and tag in _NO_JSON else mapping
 
 
 def tagged(value: Any) -> Any:
-    """Return `value` with each number that JSON lacks as a mapping, as transformers writes it."""
+    """Return `value` with each number that JSON cannot express written as a mapping, as
+    transformers does.
+    """
     if isinstance(value, dict):
         return {key: tagged(x) for key, x in cast(dict[str, Any], value).items()}
     if isinstance(value, list | tuple):
@@ -133,9 +135,9 @@ def tagged(value: Any) -> Any:
 
 
 def inner_vocabulary(settings: Mapping[str, Any]) -> object:
-    """Return the number of token ids of a model that reads more than texts.
+    """Return the vocabulary size of a model that reads more than text.
 
-    It is in `text_config`, or else a default of transformers. None: neither has it.
+    It is in `text_config`, or a default of transformers; None if neither has it.
     """
     text = settings.get("text_config")
     inner = cast(dict[str, Any], text).get("vocab_size") if isinstance(text, dict) else None
@@ -153,7 +155,7 @@ def inner_vocabulary(settings: Mapping[str, Any]) -> object:
 
 
 def _with_keys_of_today(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return each setting under the one key that transformers writes today, with its model_type."""
+    """Return the settings under the keys that transformers writes today, including model_type."""
     if settings.get("model_type") == "gpt-sw3":  # a tokenizer of its own for the class of GPT-2
         settings = {**settings, "model_type": "gpt2"}
     family = settings.get("model_type")
@@ -267,13 +269,13 @@ def _llama_problems(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def rope_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rope parameters: rope_scaling of transformers before 5, or rope_parameters."""
+    """Return the rope parameters: rope_scaling before transformers 5, or rope_parameters."""
     values = settings.get("rope_scaling") or settings.get("rope_parameters")
     return dict(cast(dict[str, Any], values)) if isinstance(values, dict) else {}
 
 
 def with_earlier_rope(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `settings` with its rotary positions also under the keys of transformers before 5.
+    """Return `settings` with the rotary settings also under the keys of transformers before 5.
 
     Those releases ignore `rope_parameters`, which is all that transformers 5 writes.
     """
@@ -327,7 +329,7 @@ def tokenizer_file(path: Path) -> Path:
 
 
 def vocabulary_size(file: Path) -> int:
-    """Return the largest id of a tokenizer.json plus 1, because ids may have gaps.
+    """Return the largest id in a tokenizer.json plus 1; ids may have gaps.
 
     Raises:
         DataError: it is no tokenizer of the tokenizers library.
@@ -361,7 +363,7 @@ def read_tokenizer(file: Path) -> dict[str, Any]:
 
 
 def token_id(tokenizer: Mapping[str, Any], text: str) -> int | None:
-    """Return the id of a token in the content of a tokenizer.json; None if there is none."""
+    """Return the id of a token in the content of a tokenizer.json, or None."""
     added = cast(list[dict[str, Any]], tokenizer.get("added_tokens") or [])
     if (number := {x.get("content"): x.get("id") for x in added}.get(text)) is not None:
         return number
@@ -376,7 +378,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
     """Return the texts of the special tokens by name, such as eos_token, as transformers does.
 
     special_tokens_map.json wins over tokenizer_config.json, unless the latter has
-    `added_tokens_decoder`: then it is complete. A mapping `extra_special_tokens` names more.
+    `added_tokens_decoder` and is therefore complete. A mapping `extra_special_tokens` names more.
 
     Raises:
         DataError: a file of the folder that names them is no JSON mapping.

@@ -42,9 +42,9 @@ class JobGeometry:
 
 
 def job_geometry(config: RunConfig) -> tuple[JobGeometry | None, tuple[Found, ...]]:
-    """Return the size of the job, or why it has none.
+    """Return the size of the job, or the reason why it has none.
 
-    `slurm.problems` must have found nothing wrong with any single option.
+    `slurm.problems` must have found every single option valid.
     """
     options = {k: v for k, v in header(config.launch.slurm).items() if v is not None}
     problems: list[Found] = []
@@ -64,8 +64,9 @@ def job_geometry(config: RunConfig) -> tuple[JobGeometry | None, tuple[Found, ..
 
 
 def ranks_per_gpu(config: RunConfig) -> int:
-    """Return the most ranks that share a GPU of the job (launch.share_gpus); 1 if each has its own,
-    or nothing says how many GPUs there are.
+    """Return the largest number of ranks that share a GPU of the job (launch.share_gpus).
+
+    It is 1 if each rank has its own GPU or the number of GPUs is unknown.
     """
     shape = job_geometry(config)[0] if config.launch.share_gpus else None
     if shape is None:
@@ -80,7 +81,7 @@ def _tasks(
 ) -> int | None:
     """Return the tasks of a node, or None after adding to `problems`.
 
-    The default is one for each GPU if parallel.data is auto, else as many as the degrees need.
+    The default is one task for each GPU if parallel.data is auto, else as many as the degrees need.
     """
     per_node, fewest = int(options.get("ntasks-per-node", "0")), nodes[0]
     if "ntasks" not in options:
@@ -122,7 +123,7 @@ def _default_tasks(
 
 
 def _known_gpus(options: dict[str, str], nodes: int) -> int | None:
-    """Return the GPUs of each node if the options give them without the number of tasks."""
+    """Return the GPUs of each node if the options determine them without the number of tasks."""
     if "gpus-per-node" in options:
         return _number(options["gpus-per-node"])
     if "gpus" in options:

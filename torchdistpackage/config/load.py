@@ -1,7 +1,7 @@
 """Turn a YAML file and `section.key=value` overrides into a RunConfig, or one list of problems.
 
-Loading does not stop at the first problem. Syntax, names, types and the rules across sections are
-all checked, each rule on the values that are valid.
+Loading continues after the first problem. Syntax, names, types and the rules across sections are
+all checked, each rule on the valid values.
 """
 
 import os
@@ -45,7 +45,7 @@ SECTION_NAMES = tuple(RunConfig.model_fields)
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A run as far as it could be read, and all that is wrong with it.
+    """A run as far as it could be read, and everything that is wrong with it.
 
     config: the run, in which invalid keys have their defaults. problems: in file order. bad: paths
         of keys that are invalid or that a broken rule reads; "" is the whole file.
@@ -90,7 +90,7 @@ def load_draft(
     job: bool | None = False,
     only: Collection[str] = SECTION_NAMES,
 ) -> Draft:
-    """Read a run as `load` does, and return what is wrong with it beside what is right.
+    """Read a run as `load` does, and return the valid part together with the problems.
 
     Raises:
         ConfigErrors: the file cannot be read, or has too many problems to list.
@@ -168,7 +168,9 @@ def _draft(
 
 
 def override_problems(overrides: Sequence[str]) -> list[Problem]:
-    """Return what is wrong with overrides whatever the file holds: their form, names and types."""
+    """Return the problems of overrides that do not depend on the file: their form, names and
+    types.
+    """
     draft = _PartialConfig("", read("", ""))
     for override in overrides:
         draft.override(override)
@@ -178,7 +180,9 @@ def override_problems(overrides: Sequence[str]) -> list[Problem]:
 
 
 class _PartialConfig:
-    """The values of a file and overrides before they are a RunConfig, and the problems so far."""
+    """The values of a file and its overrides before they become a RunConfig, and the problems so
+    far.
+    """
 
     def __init__(self, source: str, document: YamlDocument) -> None:
         self.source = source
@@ -243,7 +247,7 @@ class _PartialConfig:
         self.texts |= document.texts
 
     def fill_from_weights(self) -> None:
-        """Give the model section the sizes of the model whose weights it names."""
+        """Fill the model section with the sizes of the model whose weights it names."""
         value = self.values.get("model")
         section = cast(dict[str, Any], value) if isinstance(value, dict) else {}
         if isinstance(section.get("hf"), str):
@@ -267,7 +271,9 @@ class _PartialConfig:
                 self._report(self._location(("model", key)), f"model.{key}", why)
 
     def _fill_vocab(self, section: dict[str, Any]) -> None:
-        """Set model.vocab from the config.json of a transformers model; data needs only that."""
+        """Fill model.vocab from the config.json of a transformers model; the data section needs
+        only that.
+        """
         location, folder = self._location(("model", "hf")), section["hf"]
         try:
             settings = read_config(folder)
@@ -317,7 +323,9 @@ class _PartialConfig:
                 self._report(self._location(loc), name, text)
 
     def check(self, config: RunConfig, world_size: int | None, job: bool) -> set[str]:
-        """Report the rules across sections that the run breaks; return the keys that they read."""
+        """Report the rules across sections that the run breaks, and return the keys that they
+        read.
+        """
         read_keys = set[str]()
         for keys, text in failed_rules(config, world_size, frozenset(self.invalid), job=job):
             read_keys |= {*keys}
@@ -326,7 +334,7 @@ class _PartialConfig:
         return read_keys
 
     def _culprit(self, keys: Sequence[str]) -> str:
-        """Return the key to report: one that was overridden, else in the file, else the first."""
+        """Return the key to report: an overridden one, else one in the file, else the first."""
         locations = {key: self.locations.get(tuple(key.split("."))) for key in keys}
         written = {key: location for key, location in locations.items() if location}
         overridden = [x for x, location in written.items() if location.file.startswith(_OVERRIDE)]
@@ -343,7 +351,7 @@ def _key_of(loc: Keys) -> Keys:
 
 
 def _field_of(path: Keys) -> FieldInfo | None:
-    """Return the schema's field at `path`, in the file or in a section of a list."""
+    """Return the schema's field at `path`, in the file or in an entry of a list of sections."""
     if dotted(path) in KEYS:
         return KEYS[dotted(path)]
     section = _section_of(path[:-1])
@@ -389,7 +397,7 @@ _OTHER_MODELS = (
 
 
 def _shown(value: object) -> str:
-    """Return a value and its kind for a message: quotes distinguish "4" from 4."""
+    """Return a value and its kind for a message; quotes distinguish "4" from 4."""
     match value:
         case None:
             return "nothing (null)"
@@ -433,14 +441,16 @@ _ELSEWHERE = {
 }
 """Names of other trainers -> the key here, if the two are not similar."""
 _FAR = 0.85
-"""Least similarity to a key of another section; there are many, so some looks like anything."""
+"""Smallest similarity to a key of another section. It is high, because among many keys something
+always looks similar.
+"""
 
 
 def unknown_key(path: Keys, key: str) -> tuple[str, frozenset[str]]:
     """Return the message for an unknown key of the section at `path`, and the paths it may mean.
 
     The message names the sections that have a key of this name, else the nearest key of this
-    section, else a very similar key of another, else the valid keys.
+    section, else a very similar key of another section, else the valid keys.
     """
     section_class = _section_of(path)
     known_keys, section = {} if section_class is None else section_class.model_fields, dotted(path)

@@ -1,4 +1,4 @@
-"""The model section of the YAML file: a built-in model, or the user's own by import path."""
+"""The model section of the YAML file: a built-in model, or your own by import path."""
 
 from pydantic import Field, field_validator
 
@@ -78,8 +78,10 @@ def is_adapter(parameter: str) -> bool:
 
 
 def trains_with_adapters(parameter: str) -> bool:
-    """Return whether the parameter of this global name is trained where model.lora freezes the
-    model: an adapter, or a head, which peft trains whole too (modules_to_save).
+    """Return whether the parameter with this global name is trained although model.lora freezes the
+    model.
+
+    Adapters and a head are trained; peft trains heads entirely too (modules_to_save).
     """
     return is_adapter(parameter) or is_head(parameter)
 
@@ -88,8 +90,8 @@ NO_LAYERS = "names no layers; set target, e.g. [q_proj, v_proj] or [all-linear],
 
 
 class LoraSection(Section):
-    """Low-rank adapters on the weights of model.hf, as in peft; only the adapters train, and a
-    head.
+    """Low-rank adapters on the weights of model.hf, as in peft; only adapters and a head are
+    trained.
     """
 
     target: k.NamesOrNull = Field(
@@ -208,7 +210,7 @@ class MoESection(Section):
 
 
 class ModelSection(NamedSection):
-    """The model to train: a built-in one, one of transformers, or your own by import path."""
+    """The model to train: a built-in one, a transformers model, or your own by import path."""
 
     name: k.ModelName = Field(
         default="gpt",
@@ -312,7 +314,7 @@ class ModelSection(NamedSection):
     @field_validator("lora", mode="before")
     @classmethod
     def _lora_has_keys(cls, value: object) -> object:
-        """Refuse `lora: {}`: who writes it expects adapters, and it names no layers.
+        """Refuse `lora: {}`, because it names no layers although its writer expects adapters.
 
         `lora:` with nothing under it means no adapters.
         """

@@ -1,4 +1,4 @@
-"""Types of keys about the nodes of a job, besides those of types.py."""
+"""Types of keys about the nodes of a job; types.py has all others."""
 
 import re
 from typing import Annotated, cast
@@ -12,7 +12,7 @@ _PATH = TypeAdapter[str](Path)
 
 
 def _node_path(value: str) -> str:
-    """Check a path with variables of the node, whose values are known only there."""
+    """Check a path that may contain variables, which have values only on the node."""
     _PATH.validate_python(_NODE_VARIABLE.sub("_", value))
     return value
 

@@ -31,13 +31,15 @@ SCHEDULE_ARGS: Mapping[str, tuple[str, ...]] = {
         "num_cycles",
     ),
 }
-"""Arguments that optim.schedule_args may hold, by optim.schedule; their names in transformers."""
+"""Arguments that optim.schedule_args accepts, by optim.schedule, with their names in
+transformers.
+"""
 SCHEDULE_SHAPES = ("linear", "cosine", "1-sqrt")
 """Values of warmup_type and decay_type of warmup_stable_decay."""
 
 
 class ParamGroupSection(Section):
-    """Parameters with a learning rate or weight decay of their own."""
+    """Parameters with their own learning rate or weight decay."""
 
     params: k.Patterns = Field(
         default=(),
@@ -56,7 +58,7 @@ class ParamGroupSection(Section):
     )
 
     def matches(self, name: str) -> bool:
-        """Return whether this global name of a parameter has one of the patterns."""
+        """Return whether this global parameter name matches one of the patterns."""
         return any(fnmatchcase(name, pattern) for pattern in self.params)
 
 
@@ -145,17 +147,17 @@ class OptimSection(Section):
 
     @property
     def spec(self) -> OptimizerSpec:
-        """Return the row of the optimizer: that of `name`, or of every optimizer of a user."""
+        """Return the row of the optimizer: that of `name`, or the row for a user's optimizer."""
         return OPTIMIZERS[self.name] if self.target is None else OWN
 
     def group_of(self, name: str) -> int | None:
-        """Return the index of the group of a parameter of this global name; None: it has none."""
+        """Return the index of the group of the parameter with this global name, or None."""
         return next((i for i, group in enumerate(self.groups) if group.matches(name)), None)
 
     def unmatched_groups(self, names: Collection[str]) -> dict[str, str]:
-        """Return by key what is wrong with groups that have none of the parameters that train.
+        """Return, by key, the problem of each group that matches no trained parameter.
 
-        names: global names of these.
+        names: global names of the trained parameters.
         """
         counts = Counter(self.group_of(name) for name in names)
         problems: dict[str, str] = {}

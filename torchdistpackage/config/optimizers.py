@@ -1,8 +1,7 @@
-"""The optimizers that `optim.name` offers, each a row with all that is asked of one. No torch.
+"""The optimizers that `optim.name` offers, one row each. No torch.
 
-From a row follow the values of the key, the object that a stage trains with, the bytes that
-`tdp plan` counts, the layouts and checkpoints that are refused, and the table of docs/zero.md
-(scripts/docs).
+The values of the key, the optimizer object, the bytes in `tdp plan`, refused layouts and
+checkpoints, and the table of docs/zero.md (scripts/docs) follow from a row.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,14 +9,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 MIN_8BIT_SIZE, BLOCK_SIZE = 4096, 256
-"""adamw8bit: the least number of elements for 8-bit state, and of elements that share a scale."""
+"""Limits of adamw8bit: fewest elements with 8-bit state, and elements that share a scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterPart:
-    """The part of one parameter that a rank updates.
+    """The elements of one parameter that a rank updates.
 
-    shape: of the parameter. is_table: it is an embedding or a head. count: elements stepped here.
+    shape: of the parameter. is_table: it is an embedding or a head. count: number of elements
+    updated here.
     """
 
     shape: tuple[int, ...]
@@ -58,7 +58,9 @@ class OptimizerSpec:
 
     @property
     def refuses_split(self) -> str:
-        """Why it cannot step what tensor and expert ranks split; "" if it can."""
+        """Return why it cannot update parameters that tensor and expert ranks split, or "" if it
+        can.
+        """
         return "" if self.takes_split else self.needs_whole
 
 
@@ -142,7 +144,7 @@ OWN = OptimizerSpec(
     two_numbers,  # as AdamW, because nobody knows before it has stepped
     needs_whole="may update an element from others of its parameter",
 )
-"""The row of `optim.target`: nothing is known of the class but that it is an optimizer."""
+"""Row for `optim.target`: the class is only known to be an optimizer."""
 
 
 def page_rows() -> str:

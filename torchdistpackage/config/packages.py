@@ -1,10 +1,10 @@
-"""The oldest releases of optional packages that work. No package is imported here."""
+"""The oldest supported releases of optional packages. No package is imported here."""
 
 import re
 from importlib.metadata import PackageNotFoundError, version
 
 OLDEST = {"transformers": "4.56", "peft": "0.14", "bitsandbytes": "0.50"}
-"""Oldest releases: transformers before 4.56 ignores documents given by position_ids, and the
+"""Oldest releases: transformers before 4.56 ignores the documents in position_ids, and the
 optimizers of bitsandbytes before 0.50 do not run on a CPU."""
 
 

@@ -1,8 +1,7 @@
-"""The losses of pairs of answers that `train.dpo.loss` offers, each a row with all that is asked of
-one. No torch.
+"""The preference losses that `train.dpo.loss` offers, one row each. No torch.
 
-From a row follow the values of the key, whether a reference model runs and is kept, the keys that
-go with it, the object that a step computes, and the table of docs/preference.md (scripts/docs).
+The values of the key, the need for a reference model, the keys that go with it, the loss object and
+the table of docs/preference.md (scripts/docs) follow from a row.
 """
 
 from collections.abc import Mapping
@@ -13,14 +12,13 @@ from torchdistpackage.text import markdown_table
 
 @dataclass(frozen=True, slots=True)
 class PreferenceLossSpec:
-    """One loss of pairs.
+    """One preference loss.
 
-    loss: "module:function" of a loss for each pair, as `sigmoid` of train/preference_losses.py.
-    has_reference: scores are log-probabilities over those of a frozen reference.
-    is_mean: the log-probability of an answer is a mean over its tokens, not a sum.
-    is_unpaired: it is of labelled answers instead of pairs.
-    takes: the keys of train.dpo besides loss and beta that it reads.
-    formula, source, trl: its row of docs/preference.md; trl: what to set there.
+    loss: "module:function" of the loss of each pair, as `sigmoid` of train/preference_losses.py.
+    has_reference: scores are log-probabilities relative to a frozen reference. is_mean: the
+    log-probability of an answer is a mean over its tokens, not a sum. is_unpaired: it takes
+    labelled answers instead of pairs. takes: keys of train.dpo that it reads besides loss and beta.
+    formula, source, trl: its row in docs/preference.md; trl: the setting there.
     """
 
     name: str

@@ -28,7 +28,7 @@ _GPT_KEYS = tuple(
 
 
 def _changed(model: ModelSection, *names: str) -> list[str]:
-    """Return which of these keys do not have their defaults."""
+    """Return the keys among these that do not have their defaults."""
     default = ModelSection()
     return [f"model.{x}" for x in names if attrgetter(x)(model) != attrgetter(x)(default)]
 

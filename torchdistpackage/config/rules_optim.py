@@ -29,7 +29,7 @@ def _schedule_takes_its_arguments(c: RunConfig, world_size: int | None) -> str |
 
 
 def _unsound(c: RunConfig) -> str | None:
-    """Return what is missing or impossible among arguments that the schedule takes."""
+    """Return which arguments of the schedule are missing or impossible."""
     name, arguments = c.optim.schedule, c.optim.schedule_args
     if name == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & arguments.keys()) != 1:
         return (

@@ -20,7 +20,7 @@ def piece_names(layers: int) -> tuple[str, ...]:
 
 
 def num_stages(config: RunConfig) -> int:
-    """Return the number of stages of the pipeline; with schedule=auto the least it may choose.
+    """Return the number of pipeline stages; with schedule=auto, the smallest number it may choose.
 
     Raises:
         ScheduleError: pipeline.file has the number, and cannot be read.
@@ -49,8 +49,8 @@ def custom_schedule(config: RunConfig) -> Schedule:
 def _parse(text: str, name: str) -> Schedule | ScheduleError:
     """Parse a CSV, or return its error.
 
-    The error is returned, not raised, so that it is cached too: several rules ask for the same file
-    for each of many numbers of ranks.
+    The error is returned instead of raised so that the cache holds it too: several rules read the
+    same file for each possible number of ranks.
     """
     try:
         return from_csv(text, name=name)

@@ -1,7 +1,7 @@
 """The sections and keys of the YAML file, in its order, each with its default.
 
-A key is one field here: its type, default and description. Help, JSON schema, error messages and
-resolved.yaml follow from it. Rules about several keys are in rules.py.
+A key is defined in one place: a field with its type, default and description. Help, JSON schema,
+error messages and resolved.yaml follow from it. Rules about several keys are in rules.py.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ ITEMS: Mapping[str, type[Section]] = {
     "data.sources": SourceSection,
     "optim.groups": ParamGroupSection,
 }
-"""Keys that hold a list of sections -> the class of its members."""
+"""Keys that hold a list of sections -> the class of its entries."""
 VAL_LOSS = "val_loss"
 """Name under which a checkpoint records its validation loss; a set of data.eval adds /NAME."""
 
@@ -236,7 +236,7 @@ class PrecisionSection(Section):
 
 
 class ProfileSection(Section):
-    """The steps to trace, from all ranks into one file of the run folder."""
+    """The steps to trace on all ranks, into one file of the run folder."""
 
     steps: k.StepRangeOrNull = Field(
         default=None,
@@ -291,12 +291,12 @@ class DpoSection(Section):
 
     @property
     def spec(self) -> PreferenceLossSpec:
-        """The loss, with what it needs."""
+        """Return the row of the loss."""
         return PREFERENCE_LOSSES[self.loss]
 
 
 class EarlyStopSection(Section):
-    """Options that end a run before train.steps, because a validated value no longer improves."""
+    """Options that end a run before train.steps when a validated value stops improving."""
 
     metric: k.MetricName = Field(
         default=None,
@@ -374,7 +374,7 @@ class DistillSection(Section):
 
 
 class TrainSection(Section):
-    """Length of the run, and what happens during it."""
+    """Length of the run, and the actions during it."""
 
     steps: k.Steps = Field(default=400, description="Number of optimizer steps in the run.")
     epochs: k.PositiveOrNull = Field(
@@ -554,7 +554,7 @@ class LocalSection(Section):
 
 
 class RequeueSection(Section):
-    """The save of a Slurm job before it is stopped, and its requeue."""
+    """How a Slurm job saves before it is stopped, and how it is requeued."""
 
     mode: k.RequeueMode = Field(
         default="requeue",
@@ -595,7 +595,7 @@ class ElasticSection(Section):
 
 
 class LaunchSection(Section):
-    """Processes: where and how they start."""
+    """Where and how the processes start."""
 
     local: LocalSection = default(LocalSection)
     slurm: k.SlurmOptions = Field(
@@ -678,7 +678,7 @@ class DdpSection(Section):
 
 
 class RunConfig(Section):
-    """One training run: everything that the YAML file says."""
+    """One training run: all settings of the YAML file."""
 
     run: RunSection = default(RunSection)
     parallel: ParallelSection = default(ParallelSection)
@@ -696,7 +696,9 @@ class RunConfig(Section):
 
     @property
     def has_reference(self) -> bool:
-        """Return whether a frozen reference runs forward before each pass: that of pairs."""
+        """Return whether a frozen reference runs a forward before each pass, as for preference
+        pairs.
+        """
         dpo = self.train.dpo
         return self.data.is_preference and dpo.spec.has_reference and dpo.reference is None
 
@@ -718,13 +720,13 @@ class RunConfig(Section):
         return self.model_copy(update={"parallel": self.parallel.resolve(world_size)})
 
     def written_at(self, locations: KeyLocations) -> Self:
-        """Return the same run, whose problems are reported at these locations."""
+        """Return the same run with these locations in its problem reports."""
         copy = self.model_copy()
         copy._locations = locations
         return copy
 
     def problem(self, key: str, text: str) -> Problem:
-        """Return a problem of a dotted key, with the place where the key was written."""
+        """Return a problem of a dotted key, at the place where the key was written."""
         return Problem(*self._locations.of(keys_of(key)), key, text)
 
     def location(self, key: str) -> SourceLocation | None:
@@ -741,6 +743,6 @@ class RunConfig(Section):
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
-        """Return the JSON schema of the YAML file, with which editors complete and check keys."""
+        """Return the JSON schema of the YAML file, which editors use to complete and check keys."""
         dialect = "https://json-schema.org/draft/2020-12/schema"
         return {"$schema": dialect, **cls.model_json_schema()}

@@ -1,9 +1,9 @@
-"""A Slurm site as `tdp site` wrote it down, and the options of a job as that site takes them.
+"""A Slurm site as `tdp site` recorded it, and the options of a job in the form the site takes them.
 
-A YAML file asks for what a run needs: nodes, GPUs, a time. The site's file says how Slurm there
-wants to be asked. Options that the run leaves out come from the site, options that the site refuses
-are left out with a note, and GPUs are asked for in the site's words. What would change the run is
-not decided here: it is a problem, with the YAML to write.
+A YAML file requests what a run needs: nodes, GPUs, a time. The site's file says how to request it
+there. Options that the run leaves out come from the site, options that the site refuses are dropped
+with a note, and GPUs are requested in the site's form. Anything that would change the run is
+reported as a problem, with the YAML to write.
 """
 
 import json
@@ -26,16 +26,15 @@ from torchdistpackage.config.yaml_loader import MAX_BYTES, read, write
 from torchdistpackage.errors import ConfigError
 
 GPU_OPTIONS = ("gpus-per-node", "gres")
-"""Options by which a site may want to be asked for GPUs."""
+"""Options with which a site may expect GPU requests."""
 _SAME = {"mem": ("mem", "mem-per-cpu", "mem-per-gpu")}
-"""Option -> all options that mean the same to a site that asks for one of them, or forbids it."""
+"""Option -> all options with the same meaning, for sites that require or forbid one of them."""
 
 
 class SitePartition(Section):
-    """A partition. Memory is in MiB, time in seconds; null is no limit, or not known.
+    """A partition. Memory is in MiB, time in seconds; null means no limit or unknown.
 
-    gres: what a node has, such as [gpu:h100:8]. preempt: what happens to a job that another one
-    preempts.
+    gres: the devices of a node, such as [gpu:h100:8]. preempt: what happens to a preempted job.
     """
 
     default: bool = False
@@ -52,15 +51,15 @@ class SitePartition(Section):
 
     @property
     def gpus(self) -> int:
-        """Return the most GPUs that a node may have, as kinds may be those of different nodes."""
+        """Return the largest number of GPUs in a node; the kinds may belong to different nodes."""
         return sum(count for _, count in map(_gpu_of, self.gres) if count)
 
 
 class SiteNode(Section):
-    """The facts that the job of `tdp site --probe` saw on a node.
+    """Facts about a node, as the job of `tdp site --probe` saw them.
 
-    pythons: an interpreter and whether it starts there and finds torch. found: other facts, for
-    people.
+    pythons: interpreters, each with whether it starts there and finds torch. found: other facts,
+    for people.
     """
 
     arch: str
@@ -71,9 +70,9 @@ class SiteNode(Section):
 class Site(Section):
     """A Slurm site.
 
-    options: what `launch.slurm` gets where it says nothing. forbidden: options that Slurm there
-    refused, and its words. gpu_option: how GPUs are asked for; none: the nodes have no GRES.
-    gpu_type: the type that must stand before the number. qos: longest time of each, in seconds.
+    options: defaults for `launch.slurm`. forbidden: options that Slurm refused there, with its
+    message. gpu_option: the option that requests GPUs; none if the nodes have no GRES. gpu_type:
+    the type required before the number. qos: time limit of each in seconds.
     """
 
     cluster: str = ""
@@ -99,7 +98,7 @@ class Site(Section):
 
 @dataclass(frozen=True, slots=True)
 class FittedOptions:
-    """Options of sbatch as a site takes them; notes say what differs from what was asked for."""
+    """Options of sbatch in a site's form; notes list the differences from the request."""
 
     options: dict[str, str | None]
     notes: tuple[str, ...]
@@ -134,14 +133,14 @@ def read_site(path: str | os.PathLike[str]) -> Site:
 
 
 def to_write(section: Mapping[str, Any]) -> str:
-    """Return the keys of `launch` as one line of YAML to write."""
+    """Return the keys of `launch` as one line of YAML."""
     return f"write launch: {json.dumps(section)}"
 
 
 def site_problems(site: Site, options: Mapping[str, Any], mode: str) -> Iterator[Found]:
-    """Yield the options of launch.slurm that this site cannot give, each with what to write.
+    """Yield the options of launch.slurm that this site cannot satisfy, each with what to write.
 
-    mode: launch.requeue.mode, whose problem has the key `launch.requeue.mode`.
+    mode: launch.requeue.mode; its problem has the key `launch.requeue.mode`.
     """
     requested = header(site.options) | header(options)
     yield from _partition_problems(site, requested)
@@ -200,7 +199,7 @@ def _time_problems(site: Site, requested: Mapping[str, str | None]) -> Iterator[
 
 
 def _size_problems(site: Site, requested: Mapping[str, str | None]) -> Iterator[Found]:
-    """Yield a number of nodes, or of GPUs of a node, that no partition of the job has."""
+    """Yield node counts, or GPUs of a node, that no partition of the job has."""
     partitions = {name: site.partitions[name] for name in _partitions_of(site, requested)}
     counts = node_counts(requested.get("nodes") or "1")
     of_nodes = {
@@ -226,7 +225,7 @@ def _partitions_of(site: Site, requested: Mapping[str, str | None]) -> list[str]
 
 
 def _python_problem(site: Site) -> str:
-    """Return why the interpreter of this process cannot be that of the ranks; "" if it can."""
+    """Return why the ranks cannot use the interpreter of this process, or "" if they can."""
     node = site.node
     if node is None or node.pythons.get(sys.executable):
         return ""
@@ -249,10 +248,10 @@ def _python_problem(site: Site) -> str:
 def fitted(
     site: Site, requested: Mapping[str, str | None], gpu_option: str | None = None
 ) -> FittedOptions:
-    """Return the options of a job as this site takes them.
+    """Return the options of a job in this site's form.
 
-    requested: options of sbatch, complete but for what the site adds. gpu_option: the one that
-    requests GPUs of a node, if any does.
+    requested: options of sbatch, complete except for what the site adds. gpu_option: the one that
+    requests GPUs of a node, if any.
     """
     options = dict(requested)
     notes: list[str] = []

@@ -42,8 +42,8 @@ def _is_time(text: str) -> bool:
 
 
 def time_seconds(text: str) -> float | None:
-    """Return the seconds of a time as sbatch reads it, where one number is minutes; None for no
-    limit."""
+    """Return the seconds of a time in sbatch's notation, where one number means minutes; None for
+    no limit."""
     if not _is_time(text) or not text[0].isdigit():
         return None
     days, _, clock = text.rpartition("-")
@@ -59,13 +59,13 @@ def time_seconds(text: str) -> float | None:
 
 _SPAN = r"[1-9]\d{0,5}(-[1-9]\d{0,5}(:[1-9]\d{0,5})?)?"
 MAX_CHOICES = 1024
-"""Most numbers of nodes that a job may choose from, because the rules are checked for each."""
+"""Largest number of node counts that a job may choose from; the rules are checked for each."""
 _MAX_TEXT = 4096
-"""Most characters of an option, which is one line of the script."""
+"""Longest option in characters; it is one line of the script."""
 
 
 def node_counts(text: str) -> tuple[int, ...]:
-    """Return every number of nodes that `4`, `4-8`, `1-9:4` or `2,4` allows, or () if invalid."""
+    """Return every node count that `4`, `4-8`, `1-9:4` or `2,4` allows, or () if invalid."""
     counts: set[int] = set()
     if len(text) <= _MAX_TEXT and re.fullmatch(f"{_SPAN}(,{_SPAN})*", text, re.ASCII):
         for span in text.split(","):
@@ -135,7 +135,7 @@ EXTRA: dict[str, str] = {
     "prologue": "a list of shell lines to run on the first node before the ranks start",
     "files": "a list of files or globs to copy into the snapshot of the code",
 }
-"""Keys of this package, which are no options of sbatch."""
+"""Keys of this package that are no options of sbatch."""
 
 _LAYOUT = "every task sees all GPUs of its node"
 _CLEAN = "the job gets a clean environment; set variables in launch.slurm.prologue"
@@ -174,7 +174,7 @@ _SRUN_STATED = {
 }
 
 Found = tuple[str, str]
-"""A key as the file spells it, and what is wrong with it."""
+"""A key as spelled in the file, and what is wrong with it."""
 
 
 def canonical_name(key: str) -> str:
@@ -193,7 +193,7 @@ def is_text(key: str, value: object) -> bool:
 
 
 def problems(section: Mapping[str, object]) -> tuple[Found, ...]:
-    """Return what is wrong with each key of `launch.slurm` by itself, in the order of the keys."""
+    """Return the problems of each key of `launch.slurm` on its own, in the order of the keys."""
     problems: list[Found] = []
     seen: dict[str, str] = {}
     for key, value in section.items():
@@ -267,7 +267,7 @@ def _plain(value: Any, many: bool) -> str | None:
 
 
 def words_of(name: str, value: Any) -> tuple[str, ...]:
-    """Return the value of a key of EXTRA as words, or for the prologue as lines.
+    """Return the value of a key of EXTRA as words; the prologue's as lines.
 
     Raises:
         ValueError: a command has a quote that is not closed.

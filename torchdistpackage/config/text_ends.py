@@ -16,7 +16,7 @@ from torchdistpackage.config.types import TextEnd
 from torchdistpackage.errors import DataError
 
 _END_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
-"""Usual names of the end-of-text token, tried if no file of the tokenizer names it."""
+"""Usual names of the end-of-text token, tried if no file of the tokenizer names one."""
 
 
 class TextEnds(NamedTuple):
@@ -26,13 +26,13 @@ class TextEnds(NamedTuple):
     eos: tuple[int, ...] = ()
 
     def lacking(self, ids: list[int]) -> "TextEnds":
-        """Return the ends that `ids` of a text lack; no token counts for both ends."""
+        """Return the ends that a text's `ids` lack; no token counts for both ends."""
         begun = self.bos if tuple(ids[: len(self.bos)]) == self.bos else ()
         ended = len(ids) - len(begun) >= len(self.eos) and tuple(ids[-len(self.eos) :]) == self.eos
         return TextEnds(() if begun else self.bos, () if self.eos and ended else self.eos)
 
     def around(self, ids: list[int]) -> list[int]:
-        """Return `ids` of a text with both ends; an end that is there is not added again."""
+        """Return a text's `ids` with both ends; an existing end is not added again."""
         bos, eos = self.lacking(ids)
         return [*bos, *ids, *eos]
 
@@ -62,7 +62,7 @@ def text_ends(tokenizer: Path, bos: TextEnd = "auto", eos: TextEnd = "auto") -> 
 
 
 def template_ends(tokenizer: Path) -> TextEnds:
-    """Return the ids that the template of a tokenizer puts around a text.
+    """Return the ids that a tokenizer's template puts around a text.
 
     Raises:
         DataError: the files are no tokenizer's.

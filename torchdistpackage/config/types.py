@@ -1,7 +1,7 @@
 """The types of keys, with their limits and descriptions, and the base class of all sections.
 
-Types are strict: a string is no number, a bool is no int. An int is accepted for a float, and a
-whole float such as 4.0 for a count. Upper limits of numbers are with their keys in the schema.
+Types are strict: a string is no number, a bool is no int. An int is accepted for a float, and an
+integral float such as 4.0 for a count. The schema has the upper limits of numbers.
 """
 
 import re
@@ -38,14 +38,16 @@ SCHEDULES = (*(name for name in GENERATORS if name != "forward"), AUTO, CUSTOM)
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """A description of what a key takes; `choices` are the valid names, for "did you mean"."""
+    """A description of a key's values; `choices` are the valid names, for "did you mean"."""
 
     text: str
     choices: tuple[str, ...] = ()
 
 
 def expected_of(field: FieldInfo) -> Expected:
-    """Return what a key takes: the `Expected` of its type, or a text from type and limits."""
+    """Return a description of a key's values: the `Expected` of its type, or a text from type and
+    limits.
+    """
     return _expected(field.annotation, field.metadata)
 
 
@@ -78,7 +80,7 @@ def _whole(value: object) -> object:
 
 
 def _sequence(value: object) -> object:
-    """Turn a list of YAML into a tuple, because sections are frozen."""
+    """Convert a YAML list to a tuple, because sections are frozen."""
     return tuple(cast(list[object], value)) if isinstance(value, list) else value
 
 
@@ -102,7 +104,7 @@ def enum(names: tuple[str, ...]) -> FieldInfo:
 
 
 def _schedule(value: str) -> str:
-    """Return the one name of a schedule for all spellings: zb-h1 for zb_h1 and ZB-H1."""
+    """Return the canonical name of a schedule: zb_h1 for zb-h1 and ZB-H1."""
     name = value if value in SCHEDULES else canonical(value)
     if name not in SCHEDULES:
         raise ValueError("no such schedule")
@@ -128,9 +130,9 @@ def _name_in(table: Container[str]) -> AfterValidator:
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 """Characters that would end a line of a script, or a path in a system call."""
 _FOR_A_SHELL = re.compile(r"^~|\$[A-Za-z_{]")
-"""Characters that a shell would expand, but that would here become a part of a name."""
+"""Characters that a shell would expand but that would become part of a name here."""
 MAX_NAME_BYTES = 200
-"""Most bytes of a run's name: file systems allow 255, and a sweep adds to the name."""
+"""Longest name of a run in bytes: file systems allow 255, and a sweep adds to the name."""
 _MAX_PATH_BYTES, _MAX_PART_BYTES = 4000, 255
 
 
@@ -160,11 +162,11 @@ MAX_CHUNKS = 64
 MAX_MLP_RATIO = 1024
 MAX_HEADS = 1 << 16
 MAX_LENGTH = 1 << 27
-"""Most tokens of a sequence."""
+"""Longest sequence in tokens."""
 MAX_WIDTH = 1 << 28
-"""Most channels between the two matmuls of an MLP."""
+"""Largest number of channels between the two matmuls of an MLP."""
 MAX_PROCS = 4096
-"""Most processes on one machine."""
+"""Largest number of processes on one machine."""
 MAX_STEPS = 1_000_000_000
 MAX_TIME = 1_000_000
 """Longest time in seconds, more than 11 days: system calls overflow at larger values."""
@@ -286,7 +288,7 @@ ScheduleName = Annotated[
 ]
 
 SIGNALS = ("USR1", "USR2", "TERM", "HUP")
-"""Signals that a run may take as a request to save and exit; others have meanings of their own."""
+"""Signals that a run may treat as a request to save and exit; others have their own meanings."""
 
 
 Signals = Annotated[
@@ -297,7 +299,7 @@ Signals = Annotated[
 ]
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
-"""Services that a run can log to; each has the name of its package and of the extra."""
+"""Services that a run can log to; each is named like its package and the extra."""
 TrackerNames = Annotated[
     tuple[Annotated[str, enum(TRACKERS)], ...],
     BeforeValidator(_sequence),
@@ -432,7 +434,7 @@ FieldName = Annotated[
 
 
 def _labels(value: object) -> object:
-    """Turn a number of classes into their names, and names that are numbers into texts."""
+    """Convert a number of classes to names, and numeric names to texts."""
     if type(value) is int and 1 <= value <= MAX_LABELS:
         return tuple(map(str, range(value)))
     if not isinstance(value, list):
@@ -442,7 +444,7 @@ def _labels(value: object) -> object:
 
 
 MAX_LABELS = 1 << 16
-"""Most classes of a head."""
+"""Largest number of classes of a head."""
 Labels = Annotated[
     tuple[Annotated[str, Field(min_length=1, max_length=200)], ...],
     Field(max_length=MAX_LABELS),
@@ -475,14 +477,16 @@ DateOrNull = (
 
 
 class Section(BaseModel):
-    """Base class of all sections: frozen, strict types, unknown keys are refused."""
+    """Base class of all sections: frozen, strictly typed, without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def _empty_means_defaults(cls, value: object) -> object:
-        """Take a section without keys, such as `log:` with all keys commented out, as defaults."""
+        """Treat a section without keys, such as `log:` with all keys commented out, as its
+        defaults.
+        """
         return {} if value is None else value
 
     def __hash__(self) -> int:
@@ -493,17 +497,17 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 def default(section: type[SectionT]) -> SectionT:
-    """Return the field of a subsection: it has its defaults, and its docstring describes it."""
+    """Return a field for a subsection with its defaults; its docstring is the description."""
     return Field(default_factory=section, description=section.__doc__)
 
 
 class NamedSection(Section):
-    """Base class of a section that takes a built-in name, or the user's code by import path."""
+    """Base class of sections that take a built-in name or the user's code by import path."""
 
     @model_validator(mode="before")
     @classmethod
     def _target_needs_no_name(cls, value: Any) -> Any:
-        """Remove the default name if another key replaces it; a name that was written stays."""
+        """Remove the default name if another key replaces it; an explicit name stays."""
         if not isinstance(value, dict):
             return value
         keys = cast(dict[str, Any], value)

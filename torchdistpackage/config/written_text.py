@@ -1,7 +1,7 @@
-"""Restore the written characters of keys that take a text, so that 007 stays 007.
+"""Restore the written characters of text keys, so that 007 stays 007.
 
-YAML reads a plain 012345, 1e3 or true as a number or bool. If a key takes only a text, such as an
-account, a path or a name, the characters in the file count.
+YAML reads a plain 012345, 1e3 or true as a number or bool. For a key that takes only text, such as
+an account, a path or a name, the characters in the file count.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ _SLURM = ("launch", "slurm")
 
 
 def restore(values: dict[str, Any], texts: Mapping[Keys, str], field_of: FieldOf) -> None:
-    """Replace each value by its written text if its key takes only a text.
+    """Replace each value by its written text if its key takes only text.
 
     Args:
         values: the content of the file, which is changed.
@@ -47,7 +47,7 @@ def _wants_text(path: Keys, field_of: FieldOf, value: object) -> bool:
 
 
 def _is_text(kind: Any, inside: Keys) -> bool:
-    """Return whether the key at path `inside` a value of this type can hold only a text."""
+    """Return whether the key at path `inside` a value of this type can hold only text."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _is_text(args[0], inside)

@@ -13,13 +13,13 @@ from torchdistpackage.bounded_yaml import MAX_DEPTH, MAX_NODES, BoundedLoader, B
 from torchdistpackage.config.errors import MAX_PROBLEMS, Problem, SourceLocation
 
 Keys = tuple[str | int, ...]
-"""Keys and list indices from the top of the file."""
+"""Path of keys and list indices from the top of the file."""
 
 MAX_BYTES = 1 << 18
-"""Most bytes of a file, in UTF-8."""
+"""Largest size of a file in UTF-8 bytes."""
 MAX_KEY = 200
 MAX_TEXT = 1 << 16
-"""Most characters of a text; MAX_KEY for a key, MAX_NUMBER for a number."""
+"""Longest text in characters; MAX_KEY is for keys, MAX_NUMBER for numbers."""
 MAX_NUMBER = 100
 
 _TAG = "tag:yaml.org,2002:"
@@ -37,10 +37,10 @@ _SCALARS = {
     ),
     "merge": (r"<<\Z", ["<"]),
 }
-"""Plain scalars that are no text, by kind: their pattern, and their possible first characters."""
+"""Plain scalars other than text, by kind: their pattern and possible first characters."""
 
 _RESOLVERS: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-"""The same table as PyYAML takes it: first character -> (tag, pattern) in order."""
+"""The same table in PyYAML's form: first character -> (tag, pattern) in order."""
 for _kind, (_pattern, _first) in _SCALARS.items():
     for _character in _first:
         _RESOLVERS.setdefault(_character, []).append((_TAG + _kind, re.compile(_pattern)))
@@ -73,7 +73,7 @@ _Dumper.add_representer(tuple, _flow_list)
 
 
 def write(value: dict[str, Any]) -> str:
-    """Return YAML of plain values: one key on a line, lists on one line, keys in their order."""
+    """Return YAML of plain values: one key per line, lists on one line, keys in their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000)
 
 
@@ -92,7 +92,7 @@ def keys_of(path: str) -> Keys:
 def read(
     text: str, file: str, root: Keys = (), override_at: SourceLocation | None = None
 ) -> "YamlDocument":
-    """Read one YAML document; it never raises, but adds what is wrong to `problems`.
+    """Read one YAML document; errors are added to `problems` instead of raised.
 
     Args:
         text: the YAML text.
@@ -218,7 +218,7 @@ class YamlDocument:
         return out
 
     def _look_into(self, node: yaml.Node, path: Keys, first: Any) -> None:
-        """Add the keys of a section that is given a second time, so that they are checked too."""
+        """Add the keys of a repeated section, so that they are checked too."""
         first_locations = dict(self.locations)
         second = self.convert(node, path)
         self.locations |= first_locations

@@ -1,4 +1,4 @@
-"""The cores of a machine that are near a GPU, as /sys has them. No torch."""
+"""Find the CPU cores near a GPU in /sys. No torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,9 @@ SYS = Path("/sys")
 
 
 def near_cores(address: str, sys: Path = SYS) -> frozenset[int]:
-    """Return the cores of the NUMA node of a PCI device, such as 0000:3b:00.0; none if unknown."""
+    """Return the cores of the NUMA node of a PCI device such as 0000:3b:00.0, or none if
+    unknown.
+    """
     try:
         node = int((sys / "bus/pci/devices" / address / "numa_node").read_text())
         listed = (sys / f"devices/system/node/node{node}/cpulist").read_text()
@@ -20,9 +22,9 @@ def near_cores(address: str, sys: Path = SYS) -> frozenset[int]:
 def cores_of_rank(
     addresses: Sequence[str], local_rank: int, allowed: frozenset[int], sys: Path = SYS
 ) -> frozenset[int]:
-    """Return the cores that a local rank is to keep to; none where it may stay on all.
+    """Return the cores to which a local rank should be bound; none if it may stay on all.
 
-    That is where the GPUs of the local ranks are near different cores.
+    Ranks are bound only if the GPUs of the local ranks are near different cores.
 
     addresses: those of the local ranks' GPUs. allowed: cores that the process may use.
     """

@@ -34,7 +34,7 @@ _HIDDEN = (
 )
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-"""Two names of one setting each, of which the first is the newer."""
+"""Pairs of names for one setting each; the first is the newer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +106,10 @@ def choose_device(
 def exclusive_device(env: Mapping[str, str]) -> bool:
     """Return True if Slurm bound GPUs to this task alone (`--gpus-per-task`, `--gpu-bind`).
 
-    Under a binding SLURM_STEP_GPUS holds the task's own devices, without one those of the
-    entire node. Own devices for everybody need as many GPUs as tasks: `--gpu-bind=single:2`
-    gives two tasks the same one. A variable that is not there means no, and so does a starter
-    inside the task (torchrun, this package's own), whose ranks share what the task was given.
+    Under a binding SLURM_STEP_GPUS holds the task's own devices, otherwise those of the entire
+    node. Every task can have its own devices only if there are as many GPUs as tasks:
+    `--gpu-bind=single:2` gives two tasks the same one. A missing variable means no, and so does a
+    starter inside the task (torchrun, this package's own), whose ranks share the task's devices.
 
     Raises:
         LaunchError: Slurm's task counts cannot be read.
@@ -150,7 +150,7 @@ def _num_named(visible: str | None, num_visible: int) -> tuple[int, int]:
 def device_variables(
     env: Mapping[str, str], dump_folder: Path | None = None, *, is_hip: bool = False
 ) -> dict[str, str]:
-    """Return the variables to set besides those of `env`.
+    """Return the variables to set in addition to those of `env`.
 
     is_hip: torch is built for ROCm, whose RCCL ends or hangs processes that order launches
         (ROCm/aorta#512, ROCm/rccl#2191).
@@ -185,13 +185,13 @@ def algorithm_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class RankDevice:
-    """The facts that one rank publishes about itself before any communicator is made.
+    """Facts that one rank publishes about itself before any communicator exists.
 
-    device: "cuda" or "cpu". asked: the backend its caller asked for, or "". num_visible: GPUs the
-    driver shows it; hides_gpus: CUDA_VISIBLE_DEVICES is set and names none. num_given: GPUs of
-    this node that Slurm gave the step. problem: why it could choose none, or "". versions: of what
-    must be the same on all ranks, in words; "" if they may differ. sharing: the most ranks of this
-    node that one of its GPUs has.
+    device: "cuda" or "cpu". asked: the backend its caller requested, or "". num_visible: GPUs that
+    the driver shows it; hides_gpus: CUDA_VISIBLE_DEVICES is set and names none. num_given: GPUs of
+    this node that Slurm gave the step. problem: why it could choose none, or "". versions: versions
+    that must match on all ranks, in words; "" if they may differ. sharing: the largest number of
+    this node's ranks on one of its GPUs.
     """
 
     rank: int
@@ -221,7 +221,7 @@ class RankDevice:
 
 
 def disagreement(ranks: Sequence[RankDevice]) -> str:
-    """Return why these ranks must not begin, or "" if they may."""
+    """Return why these ranks must not start, or "" if they may."""
     if wrong := [f"rank {r.rank} on {r.host}: {r.problem}" for r in ranks if r.problem]:
         return _some(wrong, "")
     by_versions: dict[str, list[RankDevice]] = {}
@@ -253,7 +253,7 @@ def disagreement(ranks: Sequence[RankDevice]) -> str:
 
 
 def _versions(by_versions: Mapping[str, Sequence[RankDevice]]) -> str:
-    """Say which hosts have which versions, those of the fewest ranks first, and what to do."""
+    """Return a text with the versions and their hosts, rarest first, and what to do."""
     shown: list[str] = []
     for versions, devices in sorted(by_versions.items(), key=lambda item: len(item[1])):
         hosts = list(dict.fromkeys(r.host for r in devices))
@@ -267,13 +267,13 @@ def _versions(by_versions: Mapping[str, Sequence[RankDevice]]) -> str:
 
 
 def _advice(short: Sequence[RankDevice]) -> str:
-    """Return what to change; where each of these ranks sees a GPU they may also share them."""
+    """Return what to change; ranks that all see a GPU are told that they may share it."""
     share = f", or, for tests, let ranks share GPUs with {ALLOW}"
     return _ADVICE + share * all(r.num_visible > 0 for r in short)
 
 
 def _is_short(r: RankDevice, world_size: int) -> bool:
-    """Return True if a rank on the CPU was meant to have a GPU."""
+    """Return True if a rank on the CPU should have had a GPU."""
     if r.asked == "gloo" or r.hides_gpus:
         return False
     return r.num_given > 0 or (r.num_visible > 0 and r.num_local < world_size)
@@ -300,7 +300,7 @@ def _some(texts: Sequence[str], unit: str) -> str:
 
 
 def _listed(ranks: Iterable[int]) -> str:
-    """Return ranks as text, with consecutive ones by their ends: ranks 0 to 7, 9."""
+    """Return ranks as text, with consecutive ones as ranges: ranks 0 to 7, 9."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

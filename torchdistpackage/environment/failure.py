@@ -1,7 +1,7 @@
 """Records of how ranks failed, and the rank that failed first.
 
-When a rank fails, its peers fail too, by a closed connection or a time limit, and often they report
-first. The culprit is the failure that no other one explains.
+When a rank fails, its peers fail too, through a closed connection or a time limit, and often report
+first. The culprit is the failure that no other failure explains.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchdistpackage.errors import RankError
 from torchdistpackage.files import atomic_write
 
 _MOST_BYTES = 1 << 24
-"""Largest report of a rank that is read."""
+"""Largest report of a rank that is read, in bytes."""
 
 
 class FailureKind(StrEnum):
@@ -41,7 +41,7 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The end of one rank: `error` in one line, `detail` to be read (traceback or last output)."""
+    """The end of one rank: `error` in one line, `detail` in full (traceback or last output)."""
 
     rank: int
     host: str
@@ -64,7 +64,7 @@ _CONSEQUENCES = (
 _ON_RANK = re.compile(r" failed on rank (\d+) on ")
 
 _LIBRARY = re.compile(r"/lib/python3[.\d]*/|^<")
-"""Files of Python and of packages that are installed."""
+"""Patterns of files that belong to Python or to installed packages."""
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+),? in (\S+)', re.MULTILINE)
 _STACK = "its Python stack, the most recent call first"
@@ -89,7 +89,8 @@ _CALLERS = (
 def from_exception(rank: int, error: BaseException) -> Failure:
     """Return the record of an exception that left the function of this process's rank.
 
-    SystemExit with another code than 0 counts as an exit; its line is said, without a traceback.
+    SystemExit with a code other than 0 counts as an exit; only its line is reported, without a
+    traceback.
     """
     host, pid, now_s = socket.gethostname(), os.getpid(), time.time()
     if isinstance(error, SystemExit):
@@ -113,8 +114,8 @@ def from_exception(rank: int, error: BaseException) -> Failure:
 def only_returns() -> Generator[None]:
     """Turn `sys.exit()` with code 0 or none inside the block into an error.
 
-    A rank of a run ends well only by returning. Otherwise its peers and its launcher would take an
-    early end for a success.
+    A rank of a run ends successfully only by returning. Otherwise its peers and its launcher would
+    mistake an early exit for success.
 
     Raises:
         RankError: names the line that exited.
@@ -149,7 +150,7 @@ def _place(error: BaseException) -> str:
 def from_exit(
     rank: int, pid: int, exit_code: int | None, time_s: float, detail: str = ""
 ) -> Failure:
-    """Return the record of a rank of this host that left none.
+    """Return the record of a rank of this host that left no record itself.
 
     exit_code: minus the signal that killed it; None: it is stopped.
     """
@@ -161,7 +162,7 @@ def from_exit(
 
 
 def note_stacks(report: Path, stacks: Path) -> None:
-    """Note next to a rank's report where the C side of faulthandler writes its stacks.
+    """Record, next to a rank's report, the file for the stacks that faulthandler's C code writes.
 
     Raises:
         OSError: it cannot be written.
@@ -170,7 +171,7 @@ def note_stacks(report: Path, stacks: Path) -> None:
 
 
 def with_crash(failure: Failure, report: Path) -> Failure:
-    """Return the failure of a rank that a signal killed, with the line where it was if known."""
+    """Return the failure of a rank killed by a signal, with the line it was at, if known."""
     if failure.kind is not FailureKind.SIGNAL:
         return failure
     try:
@@ -191,8 +192,9 @@ def with_crash(failure: Failure, report: Path) -> Failure:
 
 
 def user_line(text: str, *, innermost_first: bool = False) -> str:
-    """Return the innermost line of a traceback, or of a stack of faulthandler, that is neither of
-    this package nor of a library; "" if there is none."""
+    """Return the innermost line of user code in a traceback or a faulthandler stack.
+
+    User code is neither in this package nor in a library; "" if there is none."""
     frames = _own_frames(text)
     if not frames:
         return ""
@@ -201,7 +203,7 @@ def user_line(text: str, *, innermost_first: bool = False) -> str:
 
 
 def _own_frames(text: str) -> list[tuple[str, str, str]]:
-    """Return the frames of a traceback that are neither of this package nor of a library."""
+    """Return the frames of user code in a traceback: neither in this package nor in a library."""
     return [
         frame
         for frame in _FRAME.findall(text)
@@ -227,10 +229,11 @@ def _is_abort(failure: Failure) -> bool:
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
-    """Return the failure to blame: killed, then stopped, then the earliest that is no consequence.
+    """Return the failure to blame: a killed rank, then a stopped one, then the earliest that is no
+    consequence.
 
-    What comes after the alarm of a hang is how that ends. Of ranks that gloo aborted or cut off,
-    the one that is to blame is the only one in another call than the others, if there is one.
+    Failures after the alarm of a hang are consequences of the hang. Among ranks that gloo aborted
+    or disconnected, the culprit is the only one in a different call, if there is one.
     """
     alarm_s = min((f.time_s for f in failures if f.kind is FailureKind.HUNG), default=float("inf"))
 
@@ -250,10 +253,10 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
 
 
 def _in_another_call(failures: Sequence[Failure]) -> Failure | None:
-    """Return the failure whose line in the user's code differs from that of all others, or None.
+    """Return the failure whose line in the user's code differs from all others, or None.
 
-    All must have lost the connection or been aborted: gloo aborts the rank that is sent too much by
-    a rank that makes another call.
+    All ranks must have lost the connection or been aborted: gloo aborts a rank that receives too
+    much because the sender is in a different call.
     """
     if not all(_is_abort(failure) or is_secondary(failure) for failure in failures):
         return None
@@ -284,9 +287,9 @@ def summary(failure: Failure) -> str:
 
 
 def report(failures: Sequence[Failure], num_ranks: int) -> str:
-    """Return the final text: the culprit's name, the others in a line each, the culprit in full.
+    """Return the final text: the culprit's name, the others in one line each, the culprit in full.
 
-    The first and the last lines say the same, because logs are read from either end.
+    The first and last lines are equal, because logs are read from either end.
     """
     first = root_cause(failures)
     lines = [f"rank {first.rank} of {num_ranks} failed: {summary(first)}"]
@@ -316,7 +319,7 @@ def report(failures: Sequence[Failure], num_ranks: int) -> str:
 
 
 def read_failure(path: Path) -> Failure | None:
-    """Return the failure that a rank recorded; None if there is none, or it was cut short."""
+    """Return the failure that a rank recorded, or None if there is no complete record."""
     try:
         return from_json(read_regular(path, _MOST_BYTES).decode())
     except (OSError, ValueError, TypeError, KeyError):
@@ -324,7 +327,7 @@ def read_failure(path: Path) -> Failure | None:
 
 
 def read_failure_reports(folder: Path) -> list[Failure]:
-    """Return the reports of one start by rank; those cut short are left out."""
+    """Return the complete failure reports of one start, by rank."""
     failures = map(read_failure, folder.glob("rank*.json"))
     return sorted((f for f in failures if f is not None), key=lambda failure: failure.rank)
 

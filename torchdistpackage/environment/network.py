@@ -1,11 +1,11 @@
-"""Choice of the network interface over which the ranks talk.
+"""Choose the network interface over which the ranks talk.
 
-The card is the one by which rank 0's host is known, so that all nodes choose the same network
-without asking each other; where two would do equally well the user has to say. What the user set in
-GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME stands. The choice is pure: the addresses are arguments.
+All nodes choose the network in which rank 0's host is known, so they agree without asking each
+other. If two networks fit equally well, the user must choose. Settings of GLOO_SOCKET_IFNAME or
+NCCL_SOCKET_IFNAME win. The choice is a pure function of the addresses.
 
-They are read from the kernel and the resolver, no process is started, and what cannot be found out
-is empty rather than an error: the choice says what is missing.
+Addresses are read from the kernel and the resolver, without starting a process. Missing facts are
+empty values, not errors; the choice then says what is missing.
 """
 
 import re
@@ -61,7 +61,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class InterfaceChoice:
-    """The interface to use, its address, and the reason, as the end of a sentence."""
+    """The chosen interface, its address, and the reason as the end of a sentence."""
 
     name: str
     address: str
@@ -84,9 +84,9 @@ def choose_interface(
 ) -> InterfaceChoice:
     """Return the interface of a node with `addresses` for a job whose rank 0 is at `master`.
 
-    The one that holds `master`, else the one in its narrowest subnet, else the one that holds
-    `own`: this node's own address on packets to `master`, which also decides between
-    equals. Loopback, links that are down and what containers or virtual machines made are left out.
+    It is the interface that holds `master`, else the one with the narrowest subnet around it, else
+    the one that holds `own`: this node's address on packets to `master`, which also breaks ties.
+    Loopback, links that are down and interfaces of containers or virtual machines are left out.
 
     Raises:
         LaunchError: none fits, or several do; names them all.
@@ -150,7 +150,7 @@ def configure_network(
 def users_interfaces(
     env: Mapping[str, str], addresses: Sequence[Address]
 ) -> dict[str, tuple[str, ...]]:
-    """Return the interfaces of this node that each variable of the user means; unset ones are left
+    """Return the interfaces of this node named by each variable of the user; unset ones are left
     out.
 
     Raises:
@@ -173,14 +173,14 @@ def is_loopback(address: str) -> bool:
 
 
 def _read_gloo(value: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the interfaces that gloo takes: all that are listed must be there."""
+    """Return the interfaces that gloo uses; all listed ones must exist."""
     interfaces = tuple(value.split(","))
     return interfaces if set(interfaces) <= set(names) else ()
 
 
 def _read_nccl(value: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the interfaces that NCCL takes: `^` excludes, `=` wants full names, else prefixes
-    do.
+    """Return the interfaces that NCCL uses: `^` excludes, `=` matches full names, otherwise
+    prefixes match.
     """
     text = value.removeprefix("^")
     leave_out, exact = text != value, text.startswith("=")
@@ -196,7 +196,7 @@ _READ = {GLOO: _read_gloo, NCCL: _read_nccl}
 
 
 def _plain(address: str) -> IPv4Address | IPv6Address:
-    """Return an address without the zone of a link-local one; IPv4 written as IPv6 becomes IPv4."""
+    """Return an address without the zone of a link-local one, with IPv4-mapped IPv6 as IPv4."""
     ip = ip_address(address.partition("%")[0])
     return ip.ipv4_mapped or ip if isinstance(ip, IPv6Address) else ip
 
@@ -216,7 +216,7 @@ def _left_out(address: Address) -> str | None:
 
 
 def _listed(addresses: Iterable[Address]) -> str:
-    """Return the addresses as text, with why they are left out."""
+    """Return the addresses as text, each with the reason why it is left out."""
     texts = [f"{a}, {why}" if (why := _left_out(a)) else f"{a}" for a in addresses]
     return "; ".join(texts) or "none"
 
@@ -266,11 +266,11 @@ def resolve(host: str) -> tuple[str, ...]:
 
 
 def master_address(env: Mapping[str, str], host: str, *, rank: int, here: bool) -> str | None:
-    """Return the address by which several nodes know rank 0's `host`; None if this node cannot
+    """Return the address by which several nodes reach rank 0's `host`, or None if this node cannot
     tell.
 
-    here: this is rank 0's own node. There the host's own name may well mean loopback (Debian maps
-    it to 127.0.1.1), or be unknown.
+    here: this is rank 0's own node, where the host's name may mean loopback (Debian maps it to
+    127.0.1.1) or be unknown.
 
     Raises:
         LaunchError: it is a loopback address, which leads every node to itself.
@@ -299,7 +299,7 @@ def master_address(env: Mapping[str, str], host: str, *, rank: int, here: bool) 
 
 
 def source_address_for(address: str) -> str | None:
-    """Return this node's own address on packets to `address`; None if there is no route.
+    """Return this node's address on packets to `address`, or None without a route.
 
     Nothing is sent.
     """

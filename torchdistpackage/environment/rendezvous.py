@@ -1,10 +1,10 @@
-"""This process's rank and the meeting point of all, from a launcher's variables.
+"""Find this process's rank and the meeting point of all ranks in a launcher's variables.
 
-One launcher answers, the first of `LAUNCHERS` that recognises its variables, and it answers in full
-or raises; numbers of two launchers are never mixed. The inner one comes first: torchrun inside srun
-beats Slurm, a step beats its job. A process that no launcher claims runs alone and waits for none.
+The first launcher of `LAUNCHERS` that recognises its variables answers, completely or with an
+error; numbers of two launchers are never mixed. Inner launchers come first: torchrun inside srun
+beats Slurm, a step beats its job. A process without a launcher runs alone.
 
-Pure: the environment is an argument, no process is started, nothing is looked up.
+Pure: the environment is an argument, no process is started and nothing is looked up.
 """
 
 import hashlib
@@ -64,30 +64,32 @@ class Rendezvous:
 
     @property
     def ranks_per_node(self) -> int:
-        """The largest number of adjacent ranks, aligned to it, that no node's border cuts."""
+        """Largest number of adjacent ranks, aligned to it, that no node boundary cuts."""
         if not self.hosts:
             return self.local_world_size
         return adjacent_on_a_host(self.hosts)
 
     @property
     def keeps_store(self) -> bool:
-        """True if the store lives in this process, so that it must not end before the others."""
+        """True if the store lives in this process, which therefore must end last."""
         return self.rank == 0 and not self.served and self.store is None
 
 
 OWN_DESCRIPTORS = 64
-"""Open files of a rank besides its connections."""
+"""Number of open files of a rank besides its connections."""
 STORE_CONNECTIONS = 2
-"""Connections of each rank to rank 0's store: torch's, and one for objects."""
+"""Connections of each rank to rank 0's store: torch's own and one for objects."""
 
 
 def store_descriptors(world_size: int) -> int:
-    """Return the number of open files with which rank 0 keeps the store of so many ranks."""
+    """Return the number of open files that rank 0 needs to serve the store to `world_size`
+    ranks.
+    """
     return OWN_DESCRIPTORS + STORE_CONNECTIONS * (world_size - 1)
 
 
 def detect(env: Env) -> Rendezvous:
-    """Return this process's rank, from the first launcher whose variables are there.
+    """Return this process's rank, from the first launcher whose variables are set.
 
     Raises:
         LaunchError: a launcher's variables are there in part, are no numbers, or disagree.
@@ -118,7 +120,7 @@ def candidate_ports(token: str) -> tuple[int, ...]:
 
 
 def _local(env: Env) -> Rendezvous | None:
-    """Return the rendezvous of this package's own starter, whose processes meet at a file."""
+    """Return the rendezvous of this package's starter, whose processes meet at a file."""
     if "TDP_STORE" not in env:
         return None
     numbers = _integers(
@@ -139,7 +141,7 @@ def _local(env: Env) -> Rendezvous | None:
 
 
 def _torchrun(env: Env) -> Rendezvous | None:
-    """Return the rendezvous of torchrun, or of the same variables set by hand or a cluster's
+    """Return the rendezvous of torchrun, or of the same variables set by hand or by a cluster's
     operator.
     """
     agent = "TORCHELASTIC_RUN_ID" in env
@@ -188,7 +190,7 @@ def _torchrun(env: Env) -> Rendezvous | None:
 def _slurm(env: Env) -> Rendezvous | None:
     """Return the rendezvous of a task of a Slurm step.
 
-    Job-wide variables may count more tasks than the step has.
+    Variables of the job may count more tasks than the step has.
     """
     if not in_step(env):
         return None
@@ -242,7 +244,7 @@ def _slurm(env: Env) -> Rendezvous | None:
 
 
 def _single(env: Env) -> Rendezvous:
-    """Return the rendezvous of one process, with a note if a user might expect more."""
+    """Return the rendezvous of one process, with a note if the user might expect more."""
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if (size := _integer(env, name, default=1)) > 1:
             raise LaunchError(
@@ -269,7 +271,9 @@ LAUNCHERS: tuple[Callable[[Env], Rendezvous | None], ...] = (_local, _torchrun, 
 def _integers(
     env: Env, names: Sequence[str], *, present: str, advice: str, texts: Sequence[str] = ()
 ) -> list[int]:
-    """Return the values of `names`; these and `texts` must be set because `present` is."""
+    """Return the values of `names`. The error for a missing one names `present`, whose presence
+    requires it.
+    """
     if missing := [name for name in (*names, *texts) if not env.get(name)]:
         raise LaunchError(
             f"the environment has {present}={env[present]} but not {', '.join(missing)}; {advice}"
@@ -290,7 +294,7 @@ def _integer(env: Env, name: str, *, default: int) -> int:
 
 
 def _user_port(env: Env) -> tuple[int, ...]:
-    """Return the user's MASTER_PORT as the only candidate; () if there is none."""
+    """Return the user's MASTER_PORT as the only candidate, or () if unset."""
     port = _integer(env, "MASTER_PORT", default=0)
     if env.get("MASTER_PORT") and not 0 < port < 65_536:
         raise LaunchError(f"MASTER_PORT={port} is no TCP port; use 1 to 65535, or unset it")
@@ -298,5 +302,5 @@ def _user_port(env: Env) -> tuple[int, ...]:
 
 
 def _digest(*parts: object) -> str:
-    """Return a short digest of these parts."""
+    """Return a short digest of the arguments."""
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]

@@ -40,8 +40,8 @@ _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 def expand(text: str) -> tuple[str, ...]:
     """Return every host of `text` in Slurm's order, duplicates kept; no host gives ().
 
-    `n[08-10]` is n08, n09, n10. With several brackets the last one varies fastest and, of
-    those before it, the first: Slurm's order, and the only one in which node numbers agree.
+    `n[08-10]` is n08, n09, n10. With several brackets the last one varies fastest, and among the
+    others the first: this is Slurm's order, and the only one that agrees with node numbers.
 
     Raises:
         LaunchError: Slurm calls the list invalid, or it has more than 65,536 hosts.
@@ -90,7 +90,7 @@ def expand_counts(text: str) -> tuple[int, ...]:
 
 
 def _expand_one(text: str, host: str, *, room: int) -> list[str]:
-    """Return the hosts of one element; they are counted first, so that a large size cannot hurt."""
+    """Return the hosts of one element; counting them first keeps huge ranges harmless."""
     *pieces, suffix = _BRACKET.split(host)
     if not pieces:
         if room < 1:
@@ -144,7 +144,7 @@ def _skip(text: str, position: int) -> int:
 
 
 def _short(text: str) -> str:
-    """Return a text as quoted, cut if it is long."""
+    """Return a text in quotes, shortened if it is long."""
     return repr(text) if len(text) <= 200 else f"{text[:200]!r}... ({len(text)} characters)"
 
 
@@ -165,7 +165,7 @@ RANKS = (
     "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE",
     "TORCHELASTIC_*", "TDP_*", "PMI_*", "PMI2_*", "PMIX_*", "OMPI_*",
 )  # fmt: skip
-"""Variables that make a process take itself for one of many."""
+"""Variables that make a process believe it is one of many ranks."""
 
 SLURM = ("SLURM_*", "SLURMD_*", "SLURMCTLD_*", "SBATCH_*", "SRUN_*", "SALLOC_*", "SQUEUE_*")
 """Variables that describe a job, and those that set options of Slurm's commands."""
@@ -174,25 +174,26 @@ DEVICES = (
     "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK",
 )  # fmt: skip
-"""Variables of a job's devices; outside of a job they are the user's own choice."""
+"""Variables for a job's devices; outside of a job they are the user's own choice."""
 
 # Slurm numbers what is not a srun step from here: batch script, interactive shell, external.
 _FIRST_RESERVED_STEP = 0xFFFF_FFF0
 
 
 def in_step(env: Env) -> bool:
-    """Return True if srun made this process: a batch script or an interactive shell is no step."""
+    """Return True if srun started this process; a batch script or an interactive shell is no
+    step.
+    """
     step = env.get("SLURM_STEP_ID")
     reserved = step is not None and step.isdecimal() and int(step) >= _FIRST_RESERVED_STEP
     return step is not None and not reserved and not is_inherited(env)
 
 
 def is_inherited(env: Env) -> bool:
-    """Return True if the step variables come from the job that submitted this one from inside a
-    step.
+    """Return True if the step variables belong to a step from inside which this job was submitted.
 
-    Three facts give that away: the list of tasks on this node is not the step's; the step has
-    nodes that the job has not; or this is a batch script, submitted from a node of the step.
+    Any of three facts shows it: the list of tasks on this node is not the step's; the step has
+    nodes that the job lacks; or this is a batch script submitted from a node of the step.
     """
     counts, node = env.get("SLURM_STEP_TASKS_PER_NODE"), env.get("SLURM_NODEID", "")
     tasks = env.get("SLURM_GTIDS", "").split(",")
@@ -213,9 +214,10 @@ def is_inherited(env: Env) -> bool:
 
 
 def hosts_of_ranks(env: Env, counts: Sequence[int], node: int) -> tuple[str, ...]:
-    """Return the host of each rank of a step with `counts` tasks per node; () if it is not known.
+    """Return the host of each rank of a step with `counts` tasks per node, or () if unknown.
 
-    Known is the block distribution, node after node, if the tasks of this `node` agree with it.
+    It is known for the block distribution, node after node, if the tasks of this `node` agree with
+    it.
     """
     hosts = expand(env.get("SLURM_STEP_NODELIST", ""))
     first = sum(counts[:node])
@@ -228,7 +230,7 @@ def hosts_of_ranks(env: Env, counts: Sequence[int], node: int) -> tuple[str, ...
 
 
 def scrub_slurm_env(env: Env) -> dict[str, str]:
-    """Return `env` as it is passed to sbatch, and to Slurm's other commands."""
+    """Return the environment for sbatch and Slurm's other commands."""
     in_job = "SLURM_JOB_ID" in env or "SLURM_JOBID" in env
     patterns = (*RANKS, *SLURM, *(DEVICES if in_job else ()))
     return {
@@ -239,7 +241,7 @@ def scrub_slurm_env(env: Env) -> dict[str, str]:
 
 
 def options_dropped(env: Env) -> tuple[str, ...]:
-    """Return the variables, `NAME=value`, by which a user may have meant to choose options of
+    """Return the variables, as `NAME=value`, with which a user may have meant to set options of
     sbatch.
     """
     return tuple(f"{name}={env[name]}" for name in sorted(env) if name.startswith("SBATCH_"))

@@ -1,6 +1,6 @@
-"""BERT, also as a decoder: q, k, v apart; the vocabulary's bias has two names. No torch.
+"""BERT, also as a decoder: separate q, k and v; the vocabulary's bias has two names. No torch.
 
-For `tensor_parallel(model)` alone.
+Used by `tensor_parallel(model)` only.
 """
 
 from torchdistpackage.families.fused import last_norm, sizes_of

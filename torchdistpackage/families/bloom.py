@@ -1,4 +1,4 @@
-"""BLOOM: q, k, v of a head after one another, and ALiBi in place of positions. No torch."""
+"""BLOOM: q, k and v interleaved by head, and ALiBi instead of positions. No torch."""
 
 from torchdistpackage.families.fused import (
     SHORT,

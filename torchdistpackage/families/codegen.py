@@ -1,6 +1,6 @@
 """CodeGen: weights of q, v and k in four blocks, each with a quarter of the heads. No torch.
 
-For `tensor_parallel(model)` alone.
+Used by `tensor_parallel(model)` only.
 """
 
 from torchdistpackage.families.fused import SHORT, last_norm, sizes_of
@@ -17,8 +17,7 @@ _CODEGEN = {
     "initializer_range": 0.02,
 }
 BLOCKS = 4
-"""Number of devices of the first training, by which the weights are arranged and the code computes.
-"""
+"""Number of devices in the original training, which determines the arrangement of the weights."""
 
 
 def _codegen_sizes(s: Settings) -> Sizes:

@@ -1,4 +1,6 @@
-"""Falcon, once RefinedWeb: q, k, v fused by key-value head, rotary positions or ALiBi. No torch."""
+"""Falcon, formerly RefinedWeb: q, k, v fused by key-value head, rotary positions or ALiBi. No
+torch.
+"""
 
 from dataclasses import replace
 

@@ -1,8 +1,8 @@
-"""A family that is read from transformers' modules, where no table is written by hand. No torch.
+"""A family read from transformers' modules when no table is written by hand. No torch.
 
-What is known of it are names and shapes of its parameters, which of them are matrices of linear
-layers, which share memory, and where its blocks are: enough for whatever cuts nothing of the model.
-What tensor ranks share of it follows from rules (models/transformers_cuts.py).
+Known are the names and shapes of its parameters, which of them are matrices of linear layers or
+share memory, and where its blocks are. That is enough to train it unsplit.
+models/transformers_cuts.py derives by rules what tensor ranks can share.
 """
 
 import re
@@ -22,26 +22,26 @@ from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.table import LayerCut, SplitTable
 
 SHARED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
-"""Families whose experts ranks can share: all of a block are stacked in two matrices."""
+"""Families whose experts ranks can share: each block stacks all of them in two matrices."""
 UNSEEN = "it has no table here, and nobody has seen how it attends"
-"""The reason why a sequence is not shared."""
+"""Reason why a sequence cannot be split."""
 WIDE_WEIGHTS = ("mixtral",)
 """Families whose routers leave the weights of a token's experts in float32 under autocast."""
 SAMPLED = {
     "phimoe": "its router (PhimoeTopKRouter) samples experts in training, so a trial has no one "
     "answer to hold"
 }
-"""Families that no ranks cut, by what no trial of theirs can show."""
+"""Families that no ranks may split, each with the behaviour that a trial cannot reveal."""
 _ASSISTS = "pre_projection (Linear) reads activations and key-value states of the model it assists"
 BESIDE = {"gemma4_assistant": _ASSISTS, "gemma4_unified_assistant": _ASSISTS}
-"""Families that token ids alone do not run, by what else they read."""
+"""Families that need more inputs than token ids, each with these inputs."""
 TRAINED = ("reformer",)
-"""Families whose backward runs in training mode alone."""
+"""Families whose backward works only in training mode."""
 _STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 
 
 def family(model: FoundModel) -> Family:
-    """Return the table of a model as plans, layouts and builds ask for it."""
+    """Return the table of a model in the form that plans, layouts and builds use."""
 
     def before(w: Weights, s: Settings, n: Sizes) -> None:
         _list(w, model, [x for x in model.by_block.get("", ()) if model.is_before(x)])
@@ -90,7 +90,7 @@ def family(model: FoundModel) -> Family:
 
 
 def _list(w: Weights, model: FoundModel, names: Iterable[str]) -> None:
-    """List these parameters, and the layers and modules of `found.table` that they belong to."""
+    """List these parameters, and the layers and modules of `found.table` that contain them."""
     table = model.table
     for name in names:
         weight, (path, _, last) = model.parameters[name], name.rpartition(".")
@@ -115,9 +115,9 @@ def _along(layout: Layout, axis: str) -> Layout:
 
 
 def split_as(model: FoundModel, table: SplitTable) -> FoundModel:
-    """Return `model` with its parameters split as the layers of `table` that they belong to.
+    """Return `model` with its parameters split according to the layers of `table`.
 
-    The layers of the result are listed in the order of the parameters.
+    The layers of the result follow the order of the parameters.
     """
     parameters: dict[str, Weight] = {}
     layers: dict[str, LayerCut] = {}
@@ -151,9 +151,7 @@ def is_stacked(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def active_share(settings: Mapping[str, Any]) -> float:
-    """Return the share of the experts that work on a token, by the names that configs use for
-    them.
-    """
+    """Return the fraction of the experts that work on a token, from the settings' usual names."""
     counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     k = chosen_experts(settings)
     all_of_them = next((settings[x] for x in counts if type(settings.get(x)) is int), 0)
@@ -161,6 +159,6 @@ def active_share(settings: Mapping[str, Any]) -> float:
 
 
 def chosen_experts(settings: Mapping[str, Any]) -> int:
-    """Return the number of experts that a token goes to; 0 if no setting says so."""
+    """Return the number of experts that each token is sent to, or 0 if no setting says so."""
     chosen = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k")
     return next((settings[x] for x in chosen if type(settings.get(x)) is int), 0)

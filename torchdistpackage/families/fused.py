@@ -14,7 +14,7 @@ def sizes_of(
     layers: str = "num_hidden_layers",
     heads: str = "num_attention_heads",
 ) -> Sizes:
-    """Return the sizes of a family whose settings have these names. hidden: width of the MLP."""
+    """Return the sizes of a family with these setting names. hidden: width of the MLP."""
     return Sizes(
         vocab=s["vocab_size"],
         dim=s[dim],
@@ -29,7 +29,7 @@ def sizes_of(
 
 
 def query_key_value(w: Weights, n: Sizes, name: str, bias: bool) -> None:
-    """List an attention whose fused layer has the q, k and v of each head after one another."""
+    """List an attention whose fused layer interleaves q, k and v by head."""
     heads = HeadSplit(n.heads)
     w.column(f"{name}.query_key_value", 3 * n.dim, n.dim, heads, bias=bias)
     w.row(f"{name}.dense", n.dim, n.dim, heads, bias=bias)

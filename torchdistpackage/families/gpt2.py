@@ -1,4 +1,4 @@
-"""GPT-2: q, k, v fused after one another, matrices stored as (inputs, outputs), learned positions.
+"""GPT-2: q, k, v fused one after another, matrices stored as (inputs, outputs), learned positions.
 No torch.
 """
 

@@ -1,4 +1,4 @@
-"""GPT-NeoX: q, k, v of a head after one another, and a head of its own. No torch."""
+"""GPT-NeoX: q, k and v interleaved by head, and an untied output head. No torch."""
 
 from torchdistpackage.families.fused import last_norm, query_key_value, sizes_of, wide_mlp
 from torchdistpackage.families.table import BlockOrder, Family, Settings, Sizes, Weights

@@ -1,4 +1,4 @@
-"""OPT: q, k, v apart, learned positions, layers of the MLP in the block itself. No torch."""
+"""OPT: separate q, k and v, learned positions, MLP layers directly in the block. No torch."""
 
 from torchdistpackage.families.table import BlockOrder, Family, Settings, Sizes, Weights
 from torchdistpackage.layout.layout import HeadSplit
@@ -21,7 +21,7 @@ _OPT = {
     "tie_word_embeddings": True,
 }
 _MORE_ROWS = 2
-"""Rows of the position table before that of the first position."""
+"""Number of rows in the position table before the row of the first position."""
 
 
 def _sizes(s: Settings) -> Sizes:

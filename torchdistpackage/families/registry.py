@@ -1,4 +1,4 @@
-"""The families of transformers with a table, by their model_type. No torch."""
+"""The transformers families that have a table, by model_type. No torch."""
 
 from torchdistpackage.families.bert import BERT
 from torchdistpackage.families.bloom import BLOOM
@@ -19,7 +19,9 @@ FAMILIES: dict[str, Family] = {
     "opt": OPT,
     "bloom": BLOOM,
 }
-"""Causal language models whose tables list every parameter: `model.hf` and `tensor_parallel`."""
+"""Causal language models whose tables list every parameter: used by `model.hf` and
+`tensor_parallel`.
+"""
 
 SPLIT_ALONE: dict[str, Family] = {
     **written("gemma", "mixtral"),
@@ -29,4 +31,4 @@ SPLIT_ALONE: dict[str, Family] = {
     "bert": BERT,
     "t5": T5,
 }
-"""Families whose tables list cut layers by the ends of names; only `tensor_parallel` uses them."""
+"""Families whose tables list split layers by name suffix; only `tensor_parallel` uses them."""

@@ -1,6 +1,6 @@
-"""T5: encoder and decoder, positions as biases by head, gated or plain MLPs. No torch.
+"""T5: encoder and decoder, positional biases by head, gated or plain MLPs. No torch.
 
-For `tensor_parallel(model)` alone.
+Used by `tensor_parallel(model)` only.
 """
 
 from torchdistpackage.families.table import Family, Settings, Sizes, Weight, Weights

@@ -1,9 +1,8 @@
-"""A family of transformers' causal language models as numbers: names, shapes and cuts of its
-parameters, their initial values, and the layers that tensor ranks put in their place. No torch.
+"""A family of causal language models of transformers as numbers. No torch.
 
-Names and shapes are compared with
-transformers' own modules when a stage is built, so what another release names otherwise is refused
-there.
+A table has the names, shapes, splits and initial values of the parameters, and the layers that
+tensor ranks replace. Names and shapes are compared with transformers' modules when a stage is
+built, so a release that renames something is refused there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +22,13 @@ from torchdistpackage.layout.table import (
 
 Documents = Literal["positions", "mask", "distances", "padding", "not"]
 Settings = Mapping[str, Any]
-"""The settings of a config.json, with the family's defaults for what it leaves out."""
+"""Settings of a config.json, with the family's defaults for missing ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of a model. positions: rows of a learned table; None: positions are computed. std:
-    of the initial draws.
+    """Sizes of a model. positions: rows of a learned table, None if positions are computed. std: of
+    the initial draws.
     """
 
     vocab: int
@@ -47,11 +46,11 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One parameter. kind, std: of its initial values. zero_row: a row of zeros among them.
+    """One parameter. kind, std: of its initial values. zero_row: a row initialised to zeros.
 
-    kind "made": transformers' own modules make them (`ModuleDraws` of models/transformers_meta.py).
-    inputs: the dim of a linear layer's matrix that is multiplied by what the layer is given.
-    share: the part of the tokens that it works on, which is less than 1 of an expert.
+    kind "made": transformers' own modules make the values (`ModuleDraws` of
+    models/transformers_meta.py). inputs: the dim of a linear layer's matrix that multiplies its
+    input. share: fraction of the tokens it works on; less than 1 for an expert.
     """
 
     layout: Layout
@@ -64,10 +63,10 @@ class Weight:
 
 @dataclass
 class Weights:
-    """The parameters that a table lists, under names that begin with `prefix`, and how their layers
-    are split.
+    """The parameters that a table lists, under names that begin with `prefix`, and the splits of
+    their layers.
 
-    sequence_parallel: ranks see their part of the sequence wherever a layer is not split.
+    sequence_parallel: outside split layers, ranks see their slice of the sequence.
     """
 
     prefix: str
@@ -78,7 +77,7 @@ class Weights:
     split: SplitTable = field(default_factory=SplitTable)
 
     def add(self, name: str, weight: Weight) -> None:
-        """List a parameter under `name`, whatever its layout is called."""
+        """List a parameter under `name`, whatever name its layout has."""
         full = self.prefix + name
         self.parameters[full] = replace(weight, layout=weight.layout.named(full))
         if weight.layout.unreduced:
@@ -95,7 +94,7 @@ class Weights:
         kind: Literal["normal", "zeros", "ones"] = "ones",
         partial: bool = False,
     ) -> None:
-        """List a parameter that every rank has whole. partial: each rank has a part of its
+        """List a parameter that every rank holds in full. partial: each rank computes a partial
         gradient, as always under sequence parallelism.
         """
         is_partial = partial or self.sequence_parallel
@@ -116,20 +115,20 @@ class Weights:
         *,
         once: bool = False,
     ) -> None:
-        """List an embedding, split by columns. once: see `LayerCut`."""
+        """List an embedding split by columns. once: see `LayerCut`."""
         layout = replace(self.cut(name, (rows, columns), 1), is_table=True)
         self.add(f"{name}.weight", Weight(layout, "normal", self.std, zero_row))
         self._layer(name, "feature", layout, once=once)
 
     def cut_rows(self, name: str) -> None:
-        """Split a listed embedding by rows instead, as a head that shares it is split."""
+        """Split a listed embedding by rows instead, because a head that shares it is split so."""
         weight = self.parameters[f"{name}.weight"]
         cut = replace(self.cut(f"{name}.weight", weight.layout.shape, 0), is_table=True)
         self.parameters[f"{name}.weight"] = replace(weight, layout=cut)
         self._layer(name, "vocab", cut)
 
     def tied_head(self, name: str, rows: int, columns: int) -> None:
-        """List the matrix that makes logits where it is the embedding, split by rows."""
+        """List the matrix that makes logits, split by rows, if it is tied to the embedding."""
         self._layer(name, "column", self.cut(name, (rows, columns), 0), entrance=name)
 
     def column(
@@ -144,10 +143,9 @@ class Weights:
         transposed: bool = False,
         is_table: bool = False,
     ) -> None:
-        """List a layer split by its outputs, by heads or evenly. parts: sizes of what is fused in
-        them.
+        """List a layer split by its outputs, by heads or evenly. parts: sizes of its fused parts.
 
-        Its input is that of the module around it, if the block, or the model, has such a one.
+        Its input is that of the surrounding module, if the block or the model has one.
         """
         dim = int(transposed)
         shape = (inputs, size) if transposed else (size, inputs)
@@ -171,7 +169,7 @@ class Weights:
         transposed: bool = False,
         scale: float = 1.0,
     ) -> None:
-        """List a layer split by its inputs, whose bias is whole. scale: of its initial draws."""
+        """List a layer split by its inputs, with an unsplit bias. scale: of its initial draws."""
         dim = int(not transposed)
         shape = (inputs, size) if transposed else (size, inputs)
         layout = self.cut(name, shape, dim, heads, parts)
@@ -191,16 +189,16 @@ class Weights:
         cached: CachedHeads = "keys",
         **counts: Count,
     ) -> None:
-        """List a module that works on this rank's heads. queries: by default each head is a group
-        of its own. by_head, inputs, cached, counts: see `AttentionCut`.
+        """List a module that works on this rank's heads. queries: default: each head is its own
+        group. by_head, inputs, cached, counts: see `AttentionCut`.
         """
         queries, keys = queries or HeadSplit(n.heads), HeadSplit(n.kv_heads, shared=True)
         cut = AttentionCut(queries, keys, n.head_dim, counts, by_head, inputs, cached)
         self.split.attention[self.prefix + name] = cut
 
     def stacked(self, name: str, **layouts: Layout) -> None:
-        """List a module with matrices of all experts of a block. layouts: of each matrix, by its
-        name there.
+        """List a module with matrices that stack all experts of a block. layouts: of each matrix,
+        by local name.
         """
         path = self.prefix + name
         for each, layout in layouts.items():
@@ -210,7 +208,7 @@ class Weights:
         }
 
     def dropout(self, name: str) -> None:
-        """List a dropout layer between a column and a row layer, which acts on each rank's own
+        """List a dropout between a column and a row layer, which acts on each rank's own
         activations.
         """
         self.split.dropouts |= {self.prefix + name}
@@ -238,7 +236,7 @@ def split_layout(
 ) -> Layout:
     """Return the layout of a parameter that `axis` splits along `dim`, by heads if it has some.
 
-    parts: sizes of what is fused along `dim`, each of which is split for itself.
+    parts: sizes of fused parts along `dim`, each split separately.
     """
     split = tuple((axis,) if at == dim else () for at in range(len(shape)))
     fused = tuple(tuple(parts) if at == dim else () for at in range(len(shape)))
@@ -249,9 +247,8 @@ def split_layout(
 class StageSides:
     """The modules around the blocks of a model that is cut into stages.
 
-    blocks: path of their list. before, behind: paths of what one stage alone runs, before the
-    blocks and behind them. writes_input: whether the model's forward changes in place the embedded
-    tokens that it is given.
+    blocks: path of their list. before, behind: paths of modules that only the first or only the
+    last stage runs. writes_input: the model's forward modifies the embedded tokens in place.
     """
 
     blocks: str = ""
@@ -264,11 +261,11 @@ class StageSides:
 class BlockOrder:
     """The order in which a block runs its layers.
 
-    is_listed: it runs them as they are listed, column layers and then the row layer that adds to
-    the residual stream, so that it is known which gradients are needed of what is frozen or
-    computed again. is_parallel: all column layers read what comes into the block, and not what row
-    layers before them add. ends_in_norm: the last sum goes into a norm, which needs it again where
-    the block is computed again.
+    is_listed: the block runs its layers in listed order, column layers before the row layer that
+    adds to the residual stream; this tells which gradients are needed for frozen or recomputed
+    layers. is_parallel: all column layers read the block's input, not the output of earlier row
+    layers. ends_in_norm: the last addition feeds a norm, which needs it again when the block is
+    recomputed.
     """
 
     is_listed: bool = True
@@ -278,7 +275,7 @@ class BlockOrder:
 
 @dataclass(frozen=True)
 class FoundModel:
-    """One model of transformers as its modules show it, of which `found.family` makes a table.
+    """One transformers model as its modules show it; `found.family` makes a table of it.
 
     class_name: of the module. sizes: what plans ask for.
     blocks: path of the list of blocks; "" if there is none, so that the model is one piece.
@@ -325,7 +322,7 @@ class FoundModel:
 
     @cached_property
     def by_block(self) -> dict[str, list[str]]:
-        """The names of the parameters of each block, by its path and a dot."""
+        """The parameter names of each block, by the block's path and a dot."""
         names: dict[str, list[str]] = {}
         for name in self.parameters:
             names.setdefault(block_of(self.blocks, name), []).append(name)
@@ -333,7 +330,7 @@ class FoundModel:
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
-        """The layout of every parameter by its name."""
+        """The layout of every parameter by name."""
         return {name: weight.layout for name, weight in self.parameters.items()}
 
     @property
@@ -343,12 +340,14 @@ class FoundModel:
         return head is not None and head.kind == "column"
 
     def is_before(self, name: str) -> bool:
-        """Return whether a parameter outside the blocks belongs to what runs before them."""
+        """Return whether a parameter outside the blocks belongs to the modules that run before
+        them.
+        """
         return name.startswith(tuple(f"{path}." for path in self.around.before))
 
 
 def block_of(blocks: str, name: str) -> str:
-    """Return the path, with a dot, of the block that has the parameter or buffer; "" if none has.
+    """Return the path, with a dot, of the block that has the parameter or buffer, or "".
 
     blocks: path of the list of blocks.
     """

@@ -1,8 +1,8 @@
-"""Tables that the finder wrote: written.json, whose statements hold for all sizes of a family.
+"""Generated tables of families in written.json; each entry holds for all sizes of a family.
 
-`scripts/families` writes the file (models/transformers_writer.py), and a test holds that the finder
-still writes the same. So a plan knows these families without importing torch. Lengths are products
-of sizes by their names in `Sizes`, such as "heads*head_dim", or of settings of config.json.
+`scripts/families` writes the file (models/transformers_writer.py), and a test holds that it is up
+to date, so a plan knows these families without torch. Lengths are products of names in `Sizes`,
+such as "heads*head_dim", or of settings of config.json.
 """
 
 import json
@@ -16,17 +16,17 @@ from torchdistpackage.layout.layout import HeadSplit, Layout
 
 FILE = Path(__file__).with_name("written.json")
 Statement = Mapping[str, Any]
-"""One layer, parameter, attention or module of experts of a block; see `_STATEMENTS`."""
+"""One layer, parameter, attention or expert module of a block; see `_STATEMENTS`."""
 
 
 def written(*families: str) -> dict[str, Family]:
-    """Return the tables of these families by their model_type."""
+    """Return the generated tables by model_type."""
     tables: Mapping[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
     return {name: family_of(tables[name]) for name in families}
 
 
 def family_of(table: Mapping[str, Any]) -> Family:
-    """Return the family that one entry of written.json states."""
+    """Return the family described by one entry of written.json."""
 
     def embed(w: Weights, s: Settings, n: Sizes) -> None:
         w.table(table["table"], n.vocab, n.dim, n.padding)
@@ -50,7 +50,7 @@ def family_of(table: Mapping[str, Any]) -> Family:
 
 
 def sizes_of_settings(s: Settings) -> Sizes:
-    """Return the sizes under the names of settings that these families share."""
+    """Return the sizes from the setting names that these families share."""
     heads = s["num_attention_heads"]
     return Sizes(
         vocab=s["vocab_size"],
@@ -67,7 +67,7 @@ def sizes_of_settings(s: Settings) -> Sizes:
 
 
 def product(symbol: str, n: Sizes, s: Settings) -> int:
-    """Return the number that a product such as "heads*head_dim" is for these sizes."""
+    """Return the value of a product such as "heads*head_dim" for these sizes."""
     return prod(_factor(each, n, s) for each in symbol.split("*"))
 
 
@@ -88,7 +88,7 @@ def _part(statements: Sequence[Statement]) -> Part:
 
 
 def _layer(w: Weights, statement: Statement, s: Settings, n: Sizes) -> None:
-    """List a linear layer that ranks share. bias: true, false, or the setting that says it."""
+    """List a linear layer that ranks share. bias: true, false, or the setting that decides it."""
     size, inputs = (product(x, n, s) for x in statement["shape"])
     bias = s[bias] if isinstance(bias := statement["bias"], str) else bias
     heads = {
@@ -101,7 +101,7 @@ def _layer(w: Weights, statement: Statement, s: Settings, n: Sizes) -> None:
 
 
 def _whole(w: Weights, statement: Statement, s: Settings, n: Sizes) -> None:
-    """List a parameter that every rank has. partial: each rank has a part of its gradient."""
+    """List an unsplit parameter. partial: each rank computes a partial gradient."""
     shape = (product(x, n, s) for x in statement["shape"])
     w.whole(statement["name"], *shape, kind=statement["start"], partial=statement["partial"])
 
@@ -111,7 +111,7 @@ def _attention(w: Weights, statement: Statement, s: Settings, n: Sizes) -> None:
 
 
 def _experts(w: Weights, statement: Statement, s: Settings, n: Sizes) -> None:
-    """List a module with matrices of all experts of a block, each cut inside."""
+    """List a module with matrices that stack all experts of a block, each split inside."""
 
     def layout(matrix: Mapping[str, Any]) -> Layout:
         shape = tuple(product(x, n, s) for x in matrix["shape"])

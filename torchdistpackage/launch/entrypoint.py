@@ -1,4 +1,4 @@
-"""A function by name and file, found and called in another process, and how its result returns.
+"""Find a function by name and file, call it in another process, and return its result.
 
 The rank loads the file that the caller loaded, under the name that the caller knows it by. Only a
 script run as `__main__` gets another name, because its `if __name__ == "__main__":` part must not
@@ -36,11 +36,11 @@ MAIN_ALIAS = "__tdp_main__"
 _CUT = "__tdp_cut__"
 _STAR_IMPORT = re.compile(r"^\s*from\s.+\simport\s+\*", re.MULTILINE)
 _loading: list[str] = []
-"""Modules whose top level this process is running, as a rank, to get at a function."""
+"""Modules whose top level this process, a rank, is executing to find a function."""
 
 
 class StopLoading(BaseException):
-    """Ends the loading of a script by a rank, where the caller started this rank."""
+    """Ends a rank's loading of a script at the line where the caller started this rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +99,7 @@ class EntryPoint:
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Maps names that the rank knows modules by to names that the caller knows them by, for
-        results.
-        """
+        """Names of modules on the rank -> their names in the caller, for results."""
         return {self.module: "__main__"} if self.is_main else {}
 
     def resolve(self) -> Callable[..., object]:
@@ -150,7 +148,7 @@ class EntryPoint:
             _loading.pop()
 
     def _execute(self, spec: ModuleSpec | None) -> ModuleType:
-        """Run the file of `spec`, as far as it gets before it starts processes."""
+        """Execute the file of `spec` up to the point where it starts processes."""
         if spec is None or spec.loader is None:
             raise LaunchError(f"{self}: {self.file} cannot be loaded as a Python module")
         module = importlib.util.module_from_spec(spec)
@@ -175,11 +173,11 @@ class EntryPoint:
 
 
 def missing_module(target: str, folders: Sequence[str]) -> str:
-    """Return the part of "pkg.module:name" that is no module under `folders`; "" if all of it
-    exists.
+    """Return the part of "pkg.module:name" that is no module under `folders`, or "" if all parts
+    exist.
 
-    Nothing is imported, so a function that is missing is not noticed. What no file stands for
-    (built in, or found by an import hook) counts as there.
+    Nothing is imported, so a missing function is not noticed. Modules without a file (built in, or
+    found by an import hook) count as existing.
     """
     parts = target.partition(":")[0].split(".")
     search = [Path(folder) for folder in folders]
@@ -201,11 +199,11 @@ def missing_module(target: str, folders: Sequence[str]) -> str:
 
 
 def missing_name(target: str, folders: Sequence[str]) -> str:
-    """Return what the file of "pkg.module:name" under `folders` lacks, with near names; "" if it
-    defines the name, or may.
+    """Return the name that the file of "pkg.module:name" under `folders` lacks, with similar names.
 
-    The file is read and not run. A star import, a module's `__getattr__`, a name set in some other
-    way and what is no Python file may all hide the name, so they count as having it.
+    "" if the file defines the name or may define it. The file is read and not run. A star import, a
+    module's `__getattr__`, a name set in another way and a file that is not Python may all hide the
+    name, so they count as defining it.
     """
     module, _, dotted = target.partition(":")
     inner, package = Path(*module.split(".")), dotted.partition(".")[0]
@@ -244,7 +242,7 @@ def pack_arguments(*args: object, **kwargs: object) -> bytes:
 
 
 def load_and_call(reference: EntryPoint, args: bytes) -> object:
-    """Load a function, call it with arguments of `pack_arguments`, and return its result."""
+    """Load a function, call it with arguments from `pack_arguments`, and return its result."""
     function = reference.resolve()
     positional, named = cast(tuple[tuple[object, ...], dict[str, object]], unpack(args))
     return function(*positional, **named)
@@ -276,7 +274,7 @@ _ByValue = tuple[Callable[..., object], tuple[object, ...], dict[str, object]]
 
 @dataclass(frozen=True, slots=True)
 class PackedCall:
-    """A function and its arguments. reference: None: the function is in `packed` too."""
+    """A function and its arguments. reference: None if `packed` contains the function too."""
 
     reference: EntryPoint | None
     packed: bytes
@@ -302,9 +300,7 @@ class PackedCall:
             ) from error
 
     def load(self) -> Callable[..., object]:
-        """Return, on the rank, the function and its arguments, which follow those that it is called
-        with.
-        """
+        """Return, on the rank, the function and its arguments; those of the call come first."""
         if self.reference is None:
             function, args, kwargs = cast(_ByValue, unpack(self.packed))
         else:
@@ -313,8 +309,9 @@ class PackedCall:
         return lambda *first: function(*first, *args, **kwargs)
 
     def pack_result(self, value: object) -> bytes:
-        """Return a result in packed form. The rank packs it, as only the caller knows a script's
-        classes by their names.
+        """Return a result in packed form.
+
+        The rank packs it, because only the caller knows a script's classes by their names.
         """
         return pack(value) if self.reference else _pack_by_value(value)
 
@@ -330,7 +327,7 @@ def _pack_by_value(value: object) -> bytes:
 
 
 def _is_found(func: Callable[..., object], reference: EntryPoint) -> bool:
-    """Return whether the file of a script defines `func`.
+    """Return whether a script's file defines `func`.
 
     An interactive session that began with a script may define more functions by hand.
     """

@@ -51,7 +51,7 @@ _IGNORED = (
 
 
 class _Child(NamedTuple):
-    """The inputs of a new child from the fork: its request, file descriptors and the server's
+    """The inputs of a new child after the fork: its request, file descriptors and the server's
     pid.
     """
 
@@ -74,7 +74,7 @@ class _Server:
         gc.enable()
 
     def serve(self) -> _Child | None:
-        """Answer requests until the client is gone (None); in a child, return what it is to be."""
+        """Answer requests until the client is gone (None); in a child, return its task."""
         for sock in (self._wake_read, self._wake_write):
             sock.setblocking(False)
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
@@ -104,7 +104,7 @@ class _Server:
         return None
 
     def become(self, child: _Child) -> None:
-        """Turn this fresh copy of the server into the child that was asked for."""
+        """Turn this fresh fork of the server into the requested child."""
         die_with_parent(child.server_pid)
         signal.set_wakeup_fd(-1)
         for signum in (signal.SIGCHLD, *_IGNORED):
@@ -167,14 +167,14 @@ class _Server:
 
 
 def _kill_group(pid: int) -> None:
-    """Kill the child `pid` and what it started, also when it moved to another group."""
+    """Kill the child `pid` and the processes it started, even if it moved to another group."""
     os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def _import_all(modules: list[str]) -> str:
-    """Import `modules`; why this process must not fork afterwards, or ""."""
+    """Import `modules`; return why this process must not fork afterwards, or ""."""
     for module in modules:
         try:
             importlib.import_module(module)

@@ -36,7 +36,7 @@ _THREAD_COUNTS = (
 
 @dataclass(frozen=True, slots=True)
 class ForkRequest:
-    """Client to server: fork, become this, call the target; with stdout, stderr[, channel]."""
+    """Client to server: fork and call the target, with stdout, stderr and optionally a channel."""
 
     target: EntryPoint
     args: bytes  # a pickled tuple, which only the child opens
@@ -49,7 +49,7 @@ class ForkRequest:
 
 @dataclass(frozen=True, slots=True)
 class SignalRequest:
-    """Client to server: signal a child, if it is still there (SIGKILL reaches its entire group)."""
+    """Client to server: signal a child if it still exists (SIGKILL reaches its entire group)."""
 
     pid: int
     signum: int
@@ -57,7 +57,7 @@ class SignalRequest:
 
 @dataclass(frozen=True, slots=True)
 class ForkReply:
-    """Server to client: the child of the last request, or why there is none."""
+    """Server to client: the child of the last request, or the reason why there is none."""
 
     pid: int
     refused: str
@@ -65,7 +65,7 @@ class ForkReply:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """Server to client: a child is gone. `exit_code` is minus the signal when one killed it."""
+    """Server to client: a child has ended. `exit_code` is minus the signal if one killed it."""
 
     pid: int
     exit_code: int
@@ -73,7 +73,7 @@ class Exited:
 
 
 class ForkedChild:
-    """A process made by a `ForkServer`; `exit` is filled in by `ForkServer.reap`."""
+    """A process made by a `ForkServer`; `ForkServer.reap` fills in `exit`."""
 
     def __init__(self, server: ForkServer, pid: int, channel: Channel | None) -> None:
         self._server = server
@@ -82,9 +82,9 @@ class ForkedChild:
         self.exit: Exited | None = None
 
     def signal(self, signum: int) -> None:
-        """Send `signum`, if the process is still there; SIGKILL also reaches what it started.
+        """Send `signum` if the process still exists; SIGKILL also reaches the processes it started.
 
-        The server sends it: only it knows whether the pid is still the child's.
+        The server sends it, because only the server knows whether the pid is still the child's.
         """
         if self.exit is None:
             self._server.request(SignalRequest(self.pid, signum))
@@ -96,12 +96,12 @@ class ForkedChild:
 
 
 class ForkServer:
-    """A process that has imported `preload` and forks children on request; starts on first use.
+    """A process that has imported `preload` and forks children on request; it starts on first use.
 
-    Children die with the server, and the server with this object's process, however that ends.
+    Children die with the server, and the server dies with this object's process, however that ends.
     Libraries in the server were loaded with one thread; a child's own OMP_NUM_THREADS comes too
-    late for them, so code that wants more threads asks its library (torch.set_num_threads).
-    Not for use from several threads at once.
+    late for them, so code that wants more threads asks its library (torch.set_num_threads). Not
+    thread-safe.
     """
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
@@ -116,7 +116,7 @@ class ForkServer:
 
     @property
     def folder(self) -> Path:
-        """A folder of mode 0700 that is removed when the server ends, however that comes about."""
+        """A folder of mode 0700 that is removed when the server ends, in whatever way."""
         self._start()
         return self._folder
 
@@ -185,13 +185,13 @@ class ForkServer:
             raise LaunchError(self._death())
 
     def request(self, message: SignalRequest) -> None:
-        """Send it, if the server is still there."""
+        """Send the message if the server still exists."""
         if self._channel is not None:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self._channel.send(message)
 
     def close(self) -> None:
-        """Kill all children and the server, and wait until they are gone. Harmless twice."""
+        """Kill all children and the server, and wait until they are gone. May be called twice."""
         if self._owner_pid != os.getpid() or self._process is None or self._channel is None:
             return
         atexit.unregister(self.close)

@@ -1,8 +1,8 @@
 """Messages between a process and its children: framed pickles over a private socket.
 
-A pickle travels only over a socket pair whose both ends this program made itself, never over a file
-or an address that others could write to. This file is the one place that reads pickles, but for
-comm/stored_objects.py, which checks a code that only ranks of one group can make.
+A pickle travels only over a socket pair whose two ends this program made, never over a file or an
+address that others could write to. Only this file reads pickles, and comm/stored_objects.py, which
+checks a code that only ranks of one group can make.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def unpack(data: bytes, aliases: Mapping[str, str] | None = None) -> object:
 
 
 def pack(message: object) -> bytes:
-    """Return `message` as bytes. Raises what pickle raises for an object that cannot travel."""
+    """Return `message` as bytes. Raises pickle's error for an object that cannot be sent."""
     return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
@@ -64,7 +64,7 @@ class Channel:
     def send(
         self, message: object, fds: Sequence[int] = (), timeout_s: float | None = None
     ) -> None:
-        """Send one object, and descriptors with it.
+        """Send one object, with descriptors attached.
 
         Raises:
             OSError: the peer is gone (BrokenPipeError) or did not read within `timeout_s`
@@ -94,7 +94,7 @@ class Channel:
         """Return all objects that have fully arrived, and whether the peer may send more. Never
         waits.
 
-        A peer that was stopped in the middle of a message must not stop its reader too.
+        Reading never blocks on a peer that was stopped in the middle of a message.
         """
         open_ = True
         try:
@@ -108,7 +108,7 @@ class Channel:
         return messages, open_
 
     def take_fds(self) -> list[int]:
-        """Return the descriptors that came with the messages read so far; the caller has to close
+        """Return the descriptors that came with the messages read so far; the caller must close
         them.
         """
         fds, self._fds = self._fds, []

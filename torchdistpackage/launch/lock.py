@@ -1,4 +1,4 @@
-"""A lock file that says who holds it, for folders that several machines share. No torch.
+"""A lock file that names its holder, for folders shared by several machines. No torch.
 
 Its holder touches it every HEARTBEAT_S, and the kernel locks it too where it can. A holder counts
 as gone only by proof (its process, its Slurm step or its job has ended, or it was this one's
@@ -42,7 +42,7 @@ STALE_S = 60.0
 ASK_S = 5.0
 """Timeout for Slurm's answer; starting must not depend on it."""
 LOST = 1
-"""Exit code of a holder whose lock was given to another."""
+"""Exit code of a holder whose lock was given to another process."""
 _PATIENCE_S = 5.0
 """Seconds to wait for other processes that are removing the same stale file."""
 _RETRY_S = 0.05
@@ -55,11 +55,11 @@ _HANDLES: set[int] = set()
 class LockHolder:
     """The content of a lock file: the process that holds the lock.
 
-    doing: what it does, for people. boot, namespace, born: id of the kernel's boot, namespace of
-    `pid`, and when the process was started, in clock ticks since that boot. job, restart, step:
-    those of Slurm, "" without; batch: the steps of that job run one after the other. elastic,
-    round: run id and restart of torchrun. flocked: the kernel locks the file too. token: a random
-    text that no other lock has.
+    doing: its activity, for people. boot, namespace, born: id of the kernel's boot, namespace of
+    `pid`, and start time of the process in clock ticks since that boot. job, restart, step:
+    Slurm's, or ""; batch: the steps of that job run one after the other. elastic, round: run id and
+    restart of torchrun. flocked: the kernel locks the file too. token: a random text that
+    identifies this lock.
     """
 
     doing: str
@@ -91,7 +91,7 @@ class LockHolder:
 
 
 def this_process(doing: str, env: Mapping[str, str]) -> LockHolder:
-    """Return this process as the holder of a lock that the kernel has not locked yet."""
+    """Return this process as the holder of a lock that the kernel has not yet locked."""
     boot, namespace = "", 0
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -128,7 +128,7 @@ def to_json(holder: LockHolder) -> str:
 
 
 def from_json(text: str) -> LockHolder | None:
-    """Read a holder from JSON; None if the text is none, or not complete yet."""
+    """Read a holder from JSON; None if the text is invalid or incomplete."""
     try:
         holder = LockHolder(**parse_json(text))
     except (ValueError, TypeError):
@@ -144,10 +144,10 @@ def _why_gone(
     freed: bool,
     runner: Runner | None,
 ) -> str:
-    """Return why the holder writes no more; "" if it may.
+    """Return why the holder no longer writes, or "" if it may.
 
-    own: the process that asks. silent_s: since the holder's last heartbeat. freed: the kernel no
-    longer locks the file.
+    claimant: the process that asks. silent_s: seconds since the holder's last heartbeat. freed: the
+    kernel no longer locks the file.
     """
     silent = f"it gave no sign of life for {silent_s:.0f} s" if silent_s > STALE_S else ""
     if holder is None:
@@ -165,7 +165,7 @@ def _why_gone(
 
 
 def _precedes(holder: LockHolder, claimant: LockHolder) -> bool:
-    """Return whether `own` is a later start of the same job, so that `holder` has ended."""
+    """Return whether `claimant` is a later start of the same job, so that `holder` has ended."""
     if holder.job and holder.job == claimant.job:
         if claimant.restart != holder.restart:
             return claimant.restart > holder.restart
@@ -184,7 +184,7 @@ def _precedes(holder: LockHolder, claimant: LockHolder) -> bool:
 
 
 def _slurm_says(holder: LockHolder, claimant: LockHolder, runner: Runner) -> str | None:
-    """Return why the holder's step is over; None if it is not over, "" if that is not known."""
+    """Return why the holder's step is over; None if it is not over, "" if unknown."""
     try:
         if holder.job == claimant.job:
             ran = runner(["squeue", "-h", "-s", "-j", holder.job, "-o", "%i"])
@@ -209,12 +209,12 @@ class Lock:
         self._beating = threading.Lock()
 
     def keep(self) -> None:
-        """Send heartbeats from a thread from now on; a fork of the holder may do it instead."""
+        """Send heartbeats from a thread from now on; a fork of the holder may do so instead."""
         self._released = threading.Event()
         threading.Thread(target=self._beat, name="tdp-run-lock", daemon=True).start()
 
     def release(self) -> None:
-        """Take the file away if it is still ours, and the folders made for it if they are empty."""
+        """Remove the file if it is still ours, and the folders made for it if they are empty."""
         self._released.set()
         with self._beating:  # or a heartbeat would create the file again
             take_away(self.path, self._own, by_force=True)
@@ -266,7 +266,7 @@ def take(
 ) -> Lock:
     """Take the lock without heartbeats, for a process that has yet to fork.
 
-    doing: what others see is under way.
+    doing: the activity that others are shown.
 
     Raises:
         HeldError: another process holds it; names it, since when, and how to end it.
@@ -332,7 +332,7 @@ def _make_way(path: Path, claimant: LockHolder, runner: Runner | None) -> None:
 
 
 def _create(path: Path, claimant: LockHolder) -> int:
-    """Make the file appear with all that it says; its handle, locked by the kernel if it can be.
+    """Create the file with its full content; return its handle, locked by the kernel if possible.
 
     Raises:
         FileExistsError: another's is there.
@@ -379,7 +379,9 @@ os.register_at_fork(after_in_child=lambda: _close(*_HANDLES))
 
 
 def _flock(handle: int) -> bool | None:
-    """Lock a file by the kernel; return whether it worked, None if the file system cannot lock."""
+    """Lock a file through the kernel; return whether it worked, None if the file system cannot
+    lock.
+    """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

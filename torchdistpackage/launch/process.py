@@ -1,7 +1,7 @@
 """Processes of this machine: their state in /proc, recorded signals, and checks before a fork.
 
-A signal handler does nothing but note: what runs the process looks at the note where it can act on
-it, and every process that shares a step must agree first.
+A signal handler only records the signal: the process acts on it at points where it can, because
+every process that shares a step must agree first.
 """
 
 import ctypes
@@ -18,13 +18,13 @@ from typing import TextIO
 from torchdistpackage.errors import LaunchError
 
 STOPPED = ("T", "t")
-"""States in /proc of a process that is stopped, by a signal and by a debugger."""
+"""States in /proc of a stopped process: by a signal, and by a debugger."""
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _NOT_INITIALIZED, _NO_DEVICE = 3, 100
 
 
 class Interrupted(BaseException):
-    """A signal came inside `SignalFlag.interrupting`."""
+    """Raised when a signal arrives inside `SignalFlag.interrupting`."""
 
 
 class SignalFlag:
@@ -35,7 +35,7 @@ class SignalFlag:
         self._interrupts = False
 
     def listen(self, names: Sequence[str]) -> None:
-        """Note the signals `names` ("USR1", "TERM", ...) from now on, in the main thread.
+        """Record the signals `names` ("USR1", "TERM", ...) from now on, in the main thread.
 
         Raises:
             LaunchError: called in another thread, where Python takes no signals.
@@ -56,8 +56,8 @@ class SignalFlag:
 
     @contextmanager
     def interrupting(self) -> Generator[None]:
-        """End the block at once on a signal that is listened to, and note the signal. For work of
-        one process, in which nothing asks for the flag.
+        """End the block at once on a signal that is listened to, and record the signal. Use it for
+        work of one process during which nothing checks the flag.
 
         Raises:
             Interrupted: one came; later ones are only noted.
@@ -81,7 +81,7 @@ class _Undone(BaseException):
 
 @contextmanager
 def undone_by_signals() -> Generator[None]:
-    """Let SIGTERM and SIGHUP unwind the block as Ctrl-C does, where they would end this process at
+    """Let SIGTERM and SIGHUP unwind the block as Ctrl-C does, instead of ending this process at
     once. A signal that already has a handler keeps it.
     """
     pending: list[signal.Signals] = []
@@ -110,9 +110,10 @@ def undone_by_signals() -> Generator[None]:
 
 
 def usable_cpus(env: Mapping[str, str], quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Return the number of CPUs that this process may keep busy: those it may run on, limited by
-    the quota of its container and its Slurm job's share of the node. quota: of cgroup v2, as a
-    container sees it.
+    """Return the number of CPUs that this process may keep busy.
+
+    These are the CPUs it may run on, limited by the quota of its container and its Slurm job's
+    share of the node. quota: of cgroup v2, as a container sees it.
     """
     number = len(os.sched_getaffinity(0))
     try:
@@ -135,15 +136,13 @@ def _stat(pid: int) -> list[str]:
 
 
 def stopped(pid: int) -> str:
-    """Return the letter of the process's state in /proc, T or t (by a debugger); "" if it is not
-    stopped.
-    """
+    """Return the letter of a stopped process's state in /proc, T or t (by a debugger), else ""."""
     letter = "".join(_stat(pid)[:1])
     return letter if letter in STOPPED else ""
 
 
 def started_ticks(pid: int) -> int | None:
-    """Return when the process was started, in clock ticks since the boot; None if it has ended."""
+    """Return when the process started, in clock ticks since boot; None if it has ended."""
     fields = _stat(pid)
     return int(fields[19]) if fields and fields[0] not in "ZX" else None
 
@@ -176,16 +175,17 @@ def die_with_parent(parent: int) -> None:
 def name_thread(name: str) -> None:
     """Give this thread a name that ps and top show; that of the main thread is the process's.
 
-    The kernel keeps the first 15 bytes. Threads that are started later inherit the name. A space
-    becomes a hyphen: Slurm reads /proc/PID/stat word by word, and past a name of two words it finds
-    no process to send signals to.
+    The kernel keeps the first 15 bytes. Threads that start later inherit the name. A space becomes
+    a hyphen: Slurm splits /proc/PID/stat at spaces, so a name of two words shifts the fields and
+    Slurm finds no process to signal.
     """
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.replace(" ", "-").encode(), 0, 0, 0)
 
 
 def line_stream(fd: int) -> TextIO:
-    """Return a text stream on `fd` that writes each full line at once, so that the last words of a
-    killed rank are not lost.
+    """Return a text stream on `fd` that writes each full line at once.
+
+    So the last words of a killed rank are not lost.
     """
     encoding = sys.stderr.encoding
     return os.fdopen(fd, "w", 1, encoding, errors="backslashreplace", closefd=False)

@@ -1,7 +1,7 @@
 """The events of a run besides its steps, each with its time: `events.jsonl`. No torch.
 
-`tdp submit` and rank 0 append to it, `tdp report` and `tdp watch` read it. It is a record for
-people, so a disk that takes no more of it ends no run.
+`tdp submit` and rank 0 append to it; `tdp report` and `tdp watch` read it. It is a record for
+people, so a full disk that rejects it ends no run.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ if TYPE_CHECKING:  # `tdp jobs` reads events, and need not load a parser of YAML
 
 SUBMIT, START, SAVE, END = "submit", "start", "save", "end"
 _LAST_S = 2.0**37
-"""Latest time of an event (year 6325), as dates of a calendar end soon after."""
+"""Latest valid time of an event (year 6325), because calendar dates end soon after."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunEvent:
-    """One line of `events.jsonl`. at_s: in seconds since 1970. values: what the kind adds."""
+    """One line of `events.jsonl`. at_s: seconds since 1970. values: fields specific to the kind."""
 
     kind: str
     step: int
@@ -52,11 +52,11 @@ def note_start(
     libraries: Mapping[str, object] | None = None,
     proof: str | None = None,
 ) -> None:
-    """Note a start: where it begins, on how many ranks, and every key that was set.
+    """Record a start: its first step, its number of ranks, and every key that was set.
 
-    attempt: `attempt_id` of the job, or "local". device: the model of rank 0's device.
-    job_end_s: when the job is ended, in seconds since 1970. libraries: versions, and variables that
-    decide in which order devices add. proof: the file of tdp prove that holds for the run.
+    attempt: `attempt_id` of the job, or "local". device: the model of rank 0's device. job_end_s:
+    when the job is ended, in seconds since 1970. libraries: versions, and variables that decide the
+    order in which devices add. proof: the file of tdp prove that covers the run.
     """
     more: dict[str, object] = {"attempt": attempt, "num_ranks": world_size, "device": device}
     more |= {"host": socket.gethostname(), "num_steps": config.train.steps}
@@ -66,7 +66,7 @@ def note_start(
 
 
 def written_keys(config: "RunConfig") -> dict[str, list[Any]]:
-    """Return by dotted key its value and where that was written: file and line, or the command
+    """Return the value of each written key, and where it was written: file and line, or the command
     line.
     """
     values_of: dict[str, list[Any]] = {}
@@ -86,7 +86,7 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def read_events(folder: Path) -> tuple[list[RunEvent], int]:
-    """Return all events in order, and the number of lines that hold none.
+    """Return all events in order, and the number of invalid lines.
 
     Raises:
         LaunchError: the name is that of a device, a pipe or the like, or the file is too large.

@@ -1,7 +1,7 @@
 """The run folder: where it is, who may write to it, and how it is made. No torch.
 
-The lock of the run folder is taken before anything in the folder is made or renamed, and
-given back after the last rank has ended.
+The lock of the run folder is taken before anything in the folder is made or renamed, and released
+after the last rank has ended.
 """
 
 import os
@@ -24,7 +24,7 @@ def run_folder(config: RunConfig) -> Path:
 def prepare_folder(config: RunConfig, resume: str) -> Path:
     """Make the run folder and return it. With `--resume never` an earlier one is renamed first.
 
-    One without a file in it stays: it may be there for its quota or striping.
+    A folder without files stays: it may exist for its quota or striping.
 
     Raises:
         LaunchError: it cannot be made or renamed.
@@ -52,7 +52,7 @@ def cannot_write(folder: Path, error: OSError) -> LaunchError:
 
 @contextmanager
 def only_writer(folder: Path, *, forks: bool = False) -> Generator[Lock | None]:
-    """Hold the lock of a run folder, so that no process on any machine writes to it besides.
+    """Hold the lock of a run folder, so that no other process on any machine writes to it.
 
     Yields the lock, or None if the folder's parent cannot be written.
 

@@ -1,7 +1,7 @@
-"""The rows that a run writes, a JSON object a line, read as they are found.
+"""Read the rows that a run writes, one JSON object per line.
 
-At any moment, from any machine that shares the folder: a line that is torn, or is no row, is
-counted and passed over, and a file that is not there has no rows.
+Reading works at any moment and on any machine that shares the folder: torn or invalid lines are
+counted and skipped, and a missing file has no rows.
 """
 
 import math
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 def parse_row(line: str) -> Row | None:
-    """Return the row of a line; None if it is none: a row has a `step`."""
+    """Return the row of a line, or None if it has no `step`."""
     try:
         row: Any = parse_json(line)
     except ValueError:
@@ -31,7 +31,7 @@ def parse_row(line: str) -> Row | None:
 
 
 def number(value: Any) -> float | None:
-    """Return a finite number, but no bool, as a float; None for anything else."""
+    """Return a finite number (not a bool) as a float; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -42,7 +42,7 @@ def number(value: Any) -> float | None:
 
 
 def numbers(value: Any) -> list[float]:
-    """Return the finite numbers of a list; [] for what is no list."""
+    """Return the finite numbers of a list; [] for anything else."""
     items = cast(list[Any], value) if isinstance(value, list) else []
     return [x for x in map(number, items) if x is not None]
 
@@ -55,9 +55,9 @@ def mapping(row: Row, key: str) -> Mapping[str, Any]:
 
 @dataclass(slots=True)
 class RowReader:
-    """The rows of one file, which may grow: `read_new` reads what was added since its last call.
+    """The rows of one growing file; `read_new` reads what was added since its last call.
 
-    rows: by step, of a step the last one written. num_torn: complete lines that are no rows.
+    rows: by step; the last row of a step counts. num_torn: complete lines that are no rows.
     """
 
     path: Path
@@ -95,11 +95,11 @@ class RowReader:
 
     @property
     def is_cut(self) -> bool:
-        """Return whether the last line has no end: it is being written, or torn."""
+        """Return whether the last line is incomplete: still being written, or torn."""
         return bool(self._cut.strip())
 
     def finish(self) -> None:
-        """Take the last line although it has no end: a row, or torn."""
+        """Process the last line although it has no end; it is a row or torn."""
         if self._cut:
             self._take(self._cut)
             self._cut = b""
@@ -119,8 +119,8 @@ class RowReader:
 
 
 def read_rows(path: Path) -> tuple[list[Row], int]:
-    """Return rows by ascending step, the last one written for each step, and the number of lines
-    that hold none.
+    """Return rows by ascending step, the last one written for each step, and the number of invalid
+    lines.
 
     Raises:
         DataError: as `RowReader.read_new`.
@@ -132,7 +132,7 @@ def read_rows(path: Path) -> tuple[list[Row], int]:
 
 
 def last_rows(path: Path) -> Iterator[Row]:
-    """Yield rows at the end of a file, the last one first, without reading the rest."""
+    """Yield rows from the end of a file backwards, without reading the rest."""
     try:
         check_regular(path, follow=True)
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""A rank that a launcher started, watched by a process of its own: this one forks it and waits.
+"""Watch a rank that a launcher started: this process forks the rank and waits for it.
 
 A rank cannot say that it was killed, and a launcher only says that something ended. The parent
 imports nothing that can break (no torch), so it is there when the rank is not, and leaves one
@@ -53,15 +53,19 @@ from torchdistpackage.launch.process import (
 )
 
 HOLD_S = 30.0
-"""The wait for word of a lost peer, in vain where no node is gone and that peer goes on."""
+"""Seconds to wait for news about a lost peer; they are lost if no node is gone and the peer goes
+on.
+"""
 GRACE_S = 2.0
-"""Seconds for a rank to end by itself after another one failed and this process was asked to end.
+"""Seconds for a rank to end by itself after another one failed and this process was asked to
+end.
 """
 _POLL_S = 0.25
 _SIGNAL_S = 0.1
 _LOOK_S = 1.0
 _SKEW_NS = 5 * 10**9
-"""Largest delay with which this task may start after others; older reports belong to another step.
+"""Largest delay in nanoseconds with which this task may start after others; older reports belong to
+another step.
 """
 _READ_BYTES = 1 << 16
 
@@ -70,8 +74,8 @@ _READ_BYTES = 1 << 16
 class WatchedRank:
     """A watched rank: its number, its log, and its report of this start.
 
-    decision: file that says that the run has ended; a rank asked to end then, ends. num_ranks: of
-    this start, if a rank that lost a peer shall wait for word of it.
+    decision: file which says that the run has ended; a rank that is asked to end then, ends.
+    num_ranks: ranks of this start, if a rank that lost a peer should wait for news of it.
     """
 
     rank: int
@@ -89,9 +93,10 @@ class WatchedRank:
 
 
 def supervise(body: Callable[[], int], rank: WatchedRank, signals: SignalFlag) -> int:
-    """Run `body` in a fork of this process; its exit code, 128 and the signal's number if killed.
+    """Run `body` in a fork of this process and return its exit code, 128 + signal if killed.
 
-    `signals` listen already, and their handlers are the rank's too. What arrives here is passed on.
+    `signals` already have handlers, which the rank uses too. Signals that arrive here are passed
+    on.
 
     Raises:
         LaunchError: this process has threads, so it must not fork.
@@ -126,7 +131,7 @@ def supervise(body: Callable[[], int], rank: WatchedRank, signals: SignalFlag) -
 
 
 def _open_log(rank: WatchedRank) -> int:
-    """Open the rank's log to append to, made where it is missing; follow no link to it.
+    """Open the rank's log for appending, making it if missing; do not follow a link to it.
 
     Raises:
         LaunchError: it cannot be written.
@@ -141,7 +146,9 @@ def _open_log(rank: WatchedRank) -> int:
 
 
 def _reports(rank: WatchedRank) -> dict[Path, int]:
-    """Return the reports of other ranks that exist and the decision, and when each was written."""
+    """Return the existing reports of other ranks and the decision, each with its modification
+    time.
+    """
     sizes: dict[Path, int] = {}
     decision = () if rank.decision is None else (rank.decision,)
     for path in (*rank.failures.glob("rank*.json"), *decision):
@@ -154,9 +161,7 @@ def _reports(rank: WatchedRank) -> dict[Path, int]:
 def _be_the_rank(
     body: Callable[[], int], rank: WatchedRank, out: int, has_returned: mmap.mmap, parent: int
 ) -> NoReturn:
-    """Run the rank in the forked process, up to its end; `has_returned` is set when `body`
-    returns.
-    """
+    """Run the rank in the forked process to its end; `has_returned` is set when `body` returns."""
     code = 1
     try:
         die_with_parent(parent)
@@ -185,10 +190,10 @@ def _be_the_rank(
 
 
 def _leave(rank: WatchedRank, failure: Failure) -> None:
-    """End the rank; without a place for its report it still ends as it should, and its log says
+    """End the rank. Even if its report cannot be written it ends as it should, and its log says
     how.
 
-    The report of a hang stays: what a rank raises after it is how the hang ends.
+    The report of a hang stays: what a rank raises afterwards is a consequence of the hang.
     """
     reported = read_failure(rank.report)
     if reported is not None and reported.kind is FailureKind.HUNG:
@@ -200,7 +205,7 @@ def _leave(rank: WatchedRank, failure: Failure) -> None:
 
 
 class _RankSupervisor:
-    """The parent: copies output, passes signals on, ends a rank whose peers are gone."""
+    """The parent: copies output, passes signals on, and ends a rank whose peers are gone."""
 
     def __init__(self, rank: WatchedRank, signals: SignalFlag) -> None:
         self._rank, self._signals = rank, signals
@@ -217,7 +222,7 @@ class _RankSupervisor:
         self._ended_by_us = False
 
     def until_gone(self, pid: int, output: int, log: int) -> int:
-        """Wait for the rank; its exit code, minus the signal that killed it."""
+        """Wait for the rank and return its exit code, or minus the signal that killed it."""
         self._pid = pid
         status = None
         with contextlib.suppress(OSError):
@@ -243,7 +248,7 @@ class _RankSupervisor:
         return status
 
     def _copy(self, output: int, log: int) -> bool:
-        """Copy what is there; False when there will be no more."""
+        """Copy the available output; return False when no more will come."""
         while True:
             try:
                 data = os.read(output, _READ_BYTES)
@@ -280,7 +285,7 @@ class _RankSupervisor:
             os.kill(self._pid, signum)
 
     def last_words(self, status: int) -> Failure:
-        """Report how the rank ended, if it has not itself."""
+        """Report how the rank ended, unless it has done so itself."""
         rank = self._rank
         if rank.report.exists():
             failure = from_json(rank.report.read_text(encoding="utf-8"))
@@ -300,7 +305,7 @@ class _RankSupervisor:
 
 
 def _spoken(failure: Failure) -> str:
-    """Return the text for the main log of all ranks: consequences in a line, causes in full."""
+    """Return the text for the main log of all ranks: consequences in one line, causes in full."""
     head = f"rank {failure.rank} on {failure.host}: {summary(failure)}"
     # what rank 0 wrote is in the main log already, but no one writes a report of a hang
     reported = not failure.rank and failure.kind is not FailureKind.HUNG
@@ -311,8 +316,8 @@ def _spoken(failure: Failure) -> str:
 
 
 def _write_all(fd: int, data: bytes) -> None:
-    """Write to a launcher that may have gone, or a disk that may be full, as neither may end the
-    run.
+    """Write everything to a launcher that may be gone, or a disk that may be full; neither may end
+    the run.
     """
     with contextlib.suppress(OSError):
         while data:
@@ -320,7 +325,7 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def note_stopped(report: Path, letter: str) -> None:
-    """Say next to a rank's report that the rank is stopped, or with "" that it is not.
+    """Record next to a rank's report that the rank is stopped, or with "" that it is not.
 
     Raises:
         OSError: that cannot be written.
@@ -333,9 +338,7 @@ def note_stopped(report: Path, letter: str) -> None:
 
 
 def noted_stopped(report: Path) -> str:
-    """Return the letter that the watcher of the rank with that report has noted; "" if there is
-    none.
-    """
+    """Return the letter that the watcher recorded for the rank with that report, or ""."""
     with contextlib.suppress(OSError, ValueError):
         letter = report.with_suffix(".stopped").read_text(encoding="utf-8")
         return letter if letter in STOPPED else ""
@@ -350,9 +353,9 @@ def wait_for_word(
     has_ended: Callable[[], bool],
     limit_s: float = HOLD_S,
 ) -> None:
-    """Wait until all ranks have left reports in `failures`, or Slurm tells this process to end.
+    """Wait until all ranks have left reports in `failures`, or Slurm asks this process to end.
 
-    has_ended: returns whether the run has ended, so that not all ranks leave reports.
+    has_ended: returns whether the run has ended, in which case not all ranks leave reports.
     """
     until_s = time.monotonic() + limit_s
     look_s, announced = 0.0, False

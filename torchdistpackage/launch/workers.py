@@ -39,13 +39,14 @@ _NEWS_S = 0.3
 """Seconds to wait after the first failure: peers of a dead rank may be reported before the rank
 itself."""
 _CAUSE_S = 3.0
-"""Seconds to wait while only peers have failed, because a busy machine reports the end of the dead
-rank late."""
+"""Seconds to wait while only peers have failed, because a busy machine reports the dead rank
+late.
+"""
 _POLL_S = 0.1
 _RUN_RANK = "torchdistpackage.launch.entrypoint:run_rank"
 # A rank that trains imports all of these; the last when it makes its first optimizer.
 _PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "torchdistpackage.comm.runtime")
-"""Modules that every rank needs: imported once, they save each rank a tenth of a second of CPU."""
+"""Modules that every rank needs: importing them once saves each rank a tenth of a second of CPU."""
 
 
 @dataclass(slots=True)
@@ -53,7 +54,7 @@ class LocalRank:
     """The process of a rank. log: its output, from `log_start_bytes` on; None: the caller's.
 
     is_open: its end of the channel is not known to be closed. The kernel closes it when the process
-    ends, before the server can see that and say so.
+    ends, before the server can notice and report it.
     """
 
     rank: int
@@ -73,8 +74,8 @@ class LocalRank:
         return gone and from_exit(self.rank, gone.pid, gone.exit_code, gone.time_s)
 
     def with_output(self, failure: Failure) -> Failure:
-        """Return the failure with the last lines that the rank wrote, which may explain it where
-        there is no traceback.
+        """Return the failure with the rank's last lines of output, which may explain it if there is
+        no traceback.
         """
         if failure.detail or not self.log or not (text := tail(self.log, self.log_start_bytes)):
             return failure
@@ -82,7 +83,7 @@ class LocalRank:
 
 
 class WorkerGroup:
-    """Ranks that one server forks, and that start and end together."""
+    """Ranks that are forked by one server and that start and end together."""
 
     def __init__(self, server: ForkServer) -> None:
         self.server = server
@@ -116,7 +117,7 @@ class WorkerGroup:
         self._selector.register(worker.channel, selectors.EVENT_READ, worker)
 
     def poll(self, timeout_s: float | None) -> list[tuple[int, object]]:
-        """Return what ranks have sent, each with its rank; waits for a message, an end or
+        """Return the messages from ranks, each with its rank; wait for a message, an end or
         `timeout_s`.
 
         Raises:
@@ -159,7 +160,7 @@ class WorkerGroup:
             worker.child.signal(signum)
 
     def kill(self) -> None:
-        """End all ranks and wait until they are gone; new ones may be started then."""
+        """Kill all ranks and wait until they are gone; new ones may be started then."""
         self.signal(signal.SIGKILL)
         with contextlib.suppress(LaunchError):  # gone with the server
             while self.running:
@@ -179,14 +180,16 @@ class WorkerGroup:
 
 @dataclass(slots=True)
 class _Signals:
-    """Signals that asked the caller to end, in order; on `handled` ones ranks end by themselves."""
+    """Signals that asked the caller to end, in order; ranks end by themselves on `handled` ones."""
 
     handled: tuple[int, ...] = ()
     received: list[int] = field(default_factory=list[int])
 
     @contextlib.contextmanager
     def caught(self) -> Generator[None]:
-        """Collect signals; afterwards deliver the first one as if never caught, unless handled."""
+        """Collect signals. Afterwards the first one takes effect as if never caught, unless it is
+        handled.
+        """
         in_main = threading.current_thread() is threading.main_thread()
         previous = [
             (signum, signal.signal(signum, self._note))
@@ -217,7 +220,8 @@ def run_local(
     on_line: Callable[[int, str], None] | None = None,
     handled: Sequence[str] = (),
 ) -> list[object]:
-    """Run `target(*args)` in `num_procs` processes of this machine; their results by rank.
+    """Run `target(*args)` in `num_procs` processes of this machine and return their results by
+    rank.
 
     target: "module:function", or a function at the top level of a module or script.
     preload: modules to import once, before the processes are forked (torch above all).
@@ -313,9 +317,9 @@ def run_or_launch(
 
 @dataclass(frozen=True, slots=True)
 class _RankMonitor:
-    """Wait for the ranks, and end all of them after the first failure or signal.
+    """Waits for the ranks, and ends all of them after the first failure or signal.
 
-    outcomes: what ranks returned, or how they failed, as they said. read_bytes: of each log.
+    outcomes: results or failures that the ranks reported. read_bytes: of each log.
     """
 
     group: WorkerGroup
@@ -326,7 +330,7 @@ class _RankMonitor:
     read_bytes: dict[int, int] = field(default_factory=dict[int, int])
 
     def until_gone(self) -> list[Failure]:
-        """Return when no rank is left: the failures that were not the supervisor's own doing."""
+        """Return when no rank is left: the failures that the supervisor itself did not cause."""
         failures: list[Failure] = []
         first_s = kill_s = float("inf")
         num_signals = 0
@@ -357,7 +361,9 @@ class _RankMonitor:
         return failures
 
     def _patience_s(self, signum: int, num_before: int) -> float:
-        """Return how long ranks that got `signum` may take; a second request to end means: now."""
+        """Return how long ranks that got `signum` may take; a second request to end means no
+        wait.
+        """
         if signum not in self.signals.handled:
             return 0.0 if num_before else self.grace_s
         again = signum == signal.SIGTERM and signum in self.signals.received[:num_before]
@@ -376,7 +382,7 @@ class _RankMonitor:
         return None if ended is None or (ended.exit_code == 0 and outcome) else ended
 
     def explained(self, failure: Failure) -> Failure:
-        """Return the failure with the rank's last output, and the line at which it crashed."""
+        """Return the failure with the rank's last output and the line at which it crashed."""
         worker = self.group.ranks[failure.rank]
         report = self.group.server.folder / f"failure{failure.rank}.json"
         return with_crash(worker.with_output(failure), report)

@@ -1,8 +1,8 @@
-"""The ways to keep experts equally busy: each a row with all that is asked of one. No torch.
+"""The methods that keep experts equally busy, one row each. No torch.
 
-From a row follow the values of `balance` and of the key, the loss that a router adds, its state
-with layout, initial value and moves, the checks against one process, and the table of
-docs/expert_parallel.md (scripts/docs).
+The values of `balance` and of the key, the router's loss, its state with layout, initial value and
+update, the checks against one process, and the table of docs/expert_parallel.md (scripts/docs)
+follow from a row.
 """
 
 from collections.abc import Mapping

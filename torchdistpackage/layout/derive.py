@@ -26,14 +26,14 @@ from torchdistpackage.layout.partition import even_sizes
 from torchdistpackage.topology.mesh import Mesh, Topology
 
 BATCH_AXES = ("data", "context", "expert_data")
-"""Axes whose ranks see different tokens, so that gradients of what they share are summed."""
+"""Axes whose ranks see different tokens, so gradients of shared parameters are summed over them."""
 
 Block = tuple[tuple[slice, ...], tuple[slice, ...]]
-"""(slices of the global tensor, slices of the local one) that hold the same elements."""
+"""Slices of the global tensor and slices of the local one that hold the same elements."""
 
 
 def local_slices(layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[slice, ...], ...]:
-    """Return, for each dim, the global ranges that `rank` holds, which it joins in this order.
+    """Return, for each dim, the global ranges that `rank` holds, in local order.
 
     A dim has one range, or one for each part if it is fused. For shape (Dout, Din) and split
     (("tensor",), ()) on tensor=4, rank 1 gets ((Dout/4 : Dout/2,), (0 : Din,)).
@@ -86,7 +86,7 @@ def local_shape(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
 
 
 def blocks(layout: Layout, mesh: Mesh, rank: int, once: bool = False) -> tuple[Block, ...]:
-    """Return the shard of `rank` as boxes, each with its place in the global and the local tensor.
+    """Return the shard of `rank` as boxes, each with its slices of the global and the local tensor.
 
     once: leave out `ranges` that another index owns, so that over all indices each element is in
         exactly one box.
@@ -115,8 +115,8 @@ def spoken_slices(layout: Layout, index: int) -> tuple[slice, ...]:
 
 
 def _spoken(layout: Layout, index: int) -> tuple[int, ...]:
-    """Return which `ranges` of `index` are the first copy: not on an earlier index, nor
-    repeated.
+    """Return which `ranges` of `index` hold their elements first: not held by an earlier index and
+    not repeated.
     """
     earlier = {each for ranges in layout.ranges[:index] for each in ranges}
     own_ranges = layout.ranges[index]
@@ -126,7 +126,7 @@ def _spoken(layout: Layout, index: int) -> tuple[int, ...]:
 
 
 def _index(layout: Layout, mesh: Mesh, rank: int) -> int:
-    """Return the index of `rank` along the one axis that deals out `layout.ranges`."""
+    """Return the index of `rank` along the axis that `layout.ranges` divides."""
     (axis,) = layout.split_axes
     if mesh.axis_size(axis) != len(layout.ranges):
         raise LayoutError(
@@ -146,10 +146,10 @@ def replicated_axes(layout: Layout, mesh: Mesh) -> Axes:
 
 
 def owns(layout: Layout, mesh: Mesh, rank: int, among: Axes | None = None) -> bool:
-    """Return whether `rank` owns its shard: each element has one owner over all ranks and stages.
+    """Return whether `rank` owns its shard; each element has one owner over all ranks and stages.
 
-    The owner is first along every replicated axis and on the first stage that holds it.
-    among: consider only these axes; each group along them then has an owner of its own.
+    The owner is first along every replicated axis and on the first stage that holds it. among:
+    consider only these axes; each group along them then has an owner of its own.
     """
     coord = mesh.coord(rank)
     if layout.stages and coord.get("pipe", 0) != layout.stages[0]:
@@ -165,7 +165,7 @@ def owns(layout: Layout, mesh: Mesh, rank: int, among: Axes | None = None) -> bo
 
 
 def owner(layout: Layout, mesh: Mesh, rank: int) -> int:
-    """Return the rank that owns the shard of `rank`: the one holder for which `owns` is true."""
+    """Return the owner of the shard of `rank`: the only holder for which `owns` is true."""
     coord = mesh.coord(rank) | dict.fromkeys(replicated_axes(layout, mesh), 0)
     if layout.is_shared:
         coord[layout.split_axes[0]] = _holders_in(layout, mesh, coord).start
@@ -173,7 +173,9 @@ def owner(layout: Layout, mesh: Mesh, rank: int) -> int:
 
 
 def gradient_axes(layout: Layout, mesh: Mesh) -> Axes:
-    """Return the axes to sum the gradient over: where tokens differ or it is a partial sum."""
+    """Return the axes over which the gradient is summed: its ranks see different tokens or hold
+    partial sums.
+    """
     replicated = replicated_axes(layout, mesh)
     return tuple(
         name
@@ -183,11 +185,7 @@ def gradient_axes(layout: Layout, mesh: Mesh) -> Axes:
 
 
 def num_replicas(layout: Layout, mesh: Mesh) -> int:
-    """Return the number of batches that a mean gradient is taken over.
-
-    It counts the ranks along the batch axes, and for experts also the ranks of the expert axis,
-    whose tokens this rank's experts computed.
-    """
+    """Return the number of batches over which a mean gradient is taken."""
     axes = [a for a in gradient_axes(layout, mesh) if a in BATCH_AXES]
     return mesh.axis_size(*axes, *(a for a in layout.split_axes if a == "expert"))
 
@@ -202,7 +200,7 @@ def placements(layout: Layout, axes: Iterable[str]) -> tuple[int | None, ...]:
 
 
 def num_elements(layout: Layout, mesh: Mesh, rank: int) -> int:
-    """Return the number of elements in the shard of `rank`."""
+    """Return the ranks that hold the shard of `rank`."""
     if not layout.split_axes:
         return math.prod(layout.shape)
     x = layout
@@ -251,13 +249,10 @@ def gradient_ranks(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
 def sharding_ranks(
     summed: tuple[int, ...], dense: Mesh, rank: int, num_data: int | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ranks that shard a sum over the ranks `summed`, and those with the same shard.
+    """Return the ranks that shard a sum over the ranks `summed`, and the ranks with the same shard.
 
-    num_data: neighbours along the data axis that shard; the others replicate, as in HSDP. None: all
-        of `summed` shard.
-
-    Raises:
-        LayoutError: not every shard is on equally many ranks.
+    num_data: number of neighbours along the data axis that shard; the others replicate, as in HSDP.
+    None: all of `summed` shard.
     """
     return (summed, (rank,)) if num_data is None else _in_blocks(summed, dense, rank, num_data)
 
@@ -279,7 +274,7 @@ def _in_blocks(
 
 
 def _blocks_of(ranks: Iterable[int], dense: Mesh, num_data: int) -> list[tuple[int, ...]]:
-    """Return `ranks` cut into those of `num_data` neighbours along the data axis each."""
+    """Return `ranks` cut into blocks of `num_data` neighbours along the data axis."""
     names, size = dense.names, dense.axis_size("data")
     inner = names[names.index("data") + 1 :] if "data" in names else names
     stride = dense.axis_size(*inner)
@@ -290,8 +285,9 @@ def _blocks_of(ranks: Iterable[int], dense: Mesh, num_data: int) -> list[tuple[i
 
 
 def data_ranks_of_node(topology: Topology, ranks_per_node: int) -> int:
-    """Return the most neighbouring data ranks whose shards of a sum stay inside a node; 0 if even
-    the sum of one data rank, over context ranks, leaves it.
+    """Return the largest number of adjacent data ranks whose shards of a sum stay on one node.
+
+    0 if even the sum of one data rank, over its context ranks, crosses nodes.
     """
     dense, expert = topology.dense, topology.expert.axis_size("expert")
     size = dense.axis_size("data")
@@ -314,7 +310,7 @@ def replica_ranks(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
 
 
 def _holders(layout: Layout, mesh: Mesh, rank: int, axes: Axes) -> tuple[int, ...]:
-    """Return the ranks along `axes`, in every stage that holds it, and those that share
+    """Return the ranks along `axes`, in every stage that holds the parameter, and those that share
     its heads.
     """
     coord = mesh.coord(rank)
@@ -331,7 +327,7 @@ def _holders(layout: Layout, mesh: Mesh, rank: int, axes: Axes) -> tuple[int, ..
 
 @lru_cache(maxsize=64)
 def _group(mesh: Mesh, rank: int, axes: Axes) -> tuple[int, ...]:
-    """Return a group as a tuple, the same one for all parameters."""
+    """Return a group as a tuple, the same object for all parameters."""
     return tuple(mesh.group(rank, axes))
 
 
@@ -344,7 +340,7 @@ def _holders_in(layout: Layout, mesh: Mesh, coord: dict[str, int]) -> range:
 PIPE = "pipe"
 """The axis whose neighbours send each other messages."""
 MODEL = "model"
-"""A group that few calls use, so it connects only in its first call, a collective of its ranks."""
+"""Group with few calls; it connects in its first call, which is a collective of its ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,7 +425,8 @@ class FlatSlice:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The same elements in the global tensor (`where`) and in a run of memory (`inside`).
+    """The same elements in the global tensor (`where`) and in a contiguous run of memory
+    (`inside`).
 
     `run` and `inside` have their dims in memory order, `where` in the tensor's own order.
     """
@@ -478,13 +475,13 @@ def parts(
     order: Sequence[int] | None = None,
     once: bool = False,
 ) -> tuple[Part, ...]:
-    """Return where elements [start, stop) of the flattened shard of `rank` lie in the global
-    tensor.
+    """Return the positions in the global tensor of elements [start, stop) of `rank`'s flattened
+    shard.
 
     A run has several parts if a dim is fused, because its ranges lie apart.
 
-    order: dims of the shard from slowest to fastest varying in memory; default: ascending.
-    once: as in `blocks`.
+    order: dims of the shard from slowest to fastest varying in memory; default: ascending. once: as
+    in `blocks`.
     """
     shape = local_shape(layout, mesh, rank)
     order = range(len(shape)) if order is None else order
@@ -504,7 +501,7 @@ def parts(
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """Return the box that two boxes of one tensor have in common; None if it is empty."""
+    """Return the intersection of two boxes of one tensor, or None if it is empty."""
     common = tuple(
         slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True)
     )

@@ -1,8 +1,8 @@
-"""The exchanges of a sequence over context ranks, a row for each. No torch.
+"""The exchanges of a sequence over context ranks, one row each. No torch.
 
-From a row follow the values of `comm_type` and of the key, the class that exchanges keys and
-values, the calls and bytes that `tdp plan` counts, the time by which `auto` compares, refusals, the
-cases of the tests, and the table of docs/context_parallel.md (scripts/docs).
+The values of `comm_type` and of the key, the class that exchanges keys and values, the calls and
+bytes in `tdp plan`, the time that `auto` compares, refusals, test cases, and the table of
+docs/context_parallel.md (scripts/docs) follow from a row.
 
 An exchange has two halves. The ranks, or blocks of adjacent ranks, may first trade heads for
 sequence by an all-to-all, which is the same for all that do. Then each block gets the keys and
@@ -19,7 +19,7 @@ from torchdistpackage.layout.partition import either
 from torchdistpackage.text import markdown_table
 
 Blocks = Sequence[tuple[range, ...]]
-"""The ranges of positions that each block of ranks holds."""
+"""Ranges of positions that each block of ranks holds."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class AttentionSize:
         return self.batch * self.heads * self.head_dim * self.itemsize
 
     def spread(self, ranks: int) -> int:
-        """Return `kv_bytes` after repeating heads until each of `ranks` gets a whole one."""
+        """Return `kv_bytes` after heads are repeated so that each of `ranks` gets a full head."""
         return self.kv_bytes * math.lcm(self.kv_heads, ranks) // self.kv_heads
 
 
@@ -54,7 +54,7 @@ class AttentionSize:
 class ExchangeTraffic:
     """Bytes that the busiest rank sends in one attention.
 
-    last: the bytes of the backward that it sends when no computation is left to hide them.
+    last: bytes sent in the backward when no computation is left to hide them.
     """
 
     forward: int
@@ -84,10 +84,10 @@ class ExchangeCall:
 
 @dataclass(frozen=True)
 class TimeInputs:
-    """Inputs of the time of an exchange between blocks.
+    """Inputs of an exchange's time between blocks.
 
-    sent: its traffic. link: bytes per second. compute_s: seconds that a rank computes in the
-    attention. size: ranks of the group. num_blocks: blocks that exchange keys and values.
+    sent: its traffic. link: bytes per second. compute_s: seconds of a rank's computation in the
+    attention. size: ranks of the group. num_blocks: number of blocks that exchange keys and values.
     """
 
     sent: ExchangeTraffic
@@ -133,7 +133,7 @@ class ExchangeSpec:
 
 
 def a2a_problem(heads: int, kv_heads: int, ranks: int) -> str | None:
-    """Return why `ranks` cannot share the heads, or None."""
+    """Return why `ranks` cannot divide the heads among them, or None."""
     if shares_heads(heads, kv_heads, ranks):
         return None
     fitting = [n for n in range(1, heads + 1) if shares_heads(heads, kv_heads, n)]
@@ -181,7 +181,7 @@ def _positions(attention: AttentionSize, blocks: Blocks) -> tuple[list[list[int]
 
 
 def _num_seen(attention: AttentionSize, rows: tuple[range, ...], columns: tuple[range, ...]) -> int:
-    """Count the positions of those `columns` ranges that some query range of `rows` sees."""
+    """Count the positions in `columns` that some query position in `rows` attends to."""
     return sum(
         len(column)
         for column in columns
@@ -215,7 +215,7 @@ def gathered_calls(
 
 
 def gathered_time(inputs: TimeInputs) -> tuple[float, int]:
-    """Return the time of `gathered_calls`: a rank's own part of the work hides some of it."""
+    """Return the time of `gathered_calls`: a rank's work on its own slice hides some of it."""
     total_s = inputs.sent.total / inputs.link
     return max(total_s / 3, total_s - inputs.compute_s / inputs.size), 4
 

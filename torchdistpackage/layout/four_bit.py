@@ -1,10 +1,7 @@
 """Sizes and valid cuts of 4-bit weights of linear layers, as numbers. No torch.
 
-bitsandbytes rounds blocks of 64 elements in memory order, each with its own scale. So a shard of
-the rounded matrix equals the rounded shard only if every cut lies between blocks.
-
-bitsandbytes rounds blocks of 64 elements in memory order, each with a scale of its own. So a part
-of a matrix is the same part of the rounded one only where a cut goes between blocks.
+bitsandbytes quantizes blocks of 64 elements in memory order, each with its own scale. So a shard of
+the quantized matrix equals the quantized shard only if every cut lies between blocks.
 """
 
 from torchdistpackage.layout.derive import blocks

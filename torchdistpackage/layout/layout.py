@@ -1,4 +1,4 @@
-"""The split of one parameter over ranks, as plain data beside the model.
+"""The split of one parameter over ranks, as plain data separate from the model.
 
 A layout names dims of the global tensor and mesh axes, never ranks or groups. `layout/derive.py`
 derives slices, owners, gradient sums and placements from it. Initial weights, gradient reduction,
@@ -46,7 +46,7 @@ class HeadSplit:
         return first + sum(sizes[:position]), sizes[position]
 
     def sharing_indices(self, num_ranks: int, index: int) -> range:
-        """Return the indices of the ranks that work on the same group of heads as `index`."""
+        """Return the indices of the ranks that share the group of heads of `index`."""
         if num_ranks <= self.groups:
             return range(index, index + 1)
         sizes, group = even_sizes(num_ranks, self.groups), self._group_of(num_ranks, index)

@@ -18,7 +18,7 @@ from typing import Protocol
 from torchdistpackage.layout.layout import Layout
 
 Layouts = dict[str, Layout]
-"""Layouts by parameter name, local to one module."""
+"""Layouts by local parameter name of one module."""
 
 
 class Parameter(Protocol):
@@ -27,7 +27,7 @@ class Parameter(Protocol):
 
 
 class Module(Protocol):
-    """The methods of a torch.nn.Module that this file calls."""
+    """The methods of torch.nn.Module that this file calls."""
 
     def named_modules(self) -> Iterable[tuple[str, object]]: ...
 
@@ -105,13 +105,15 @@ class Mark:
         return OrderedDict, ()
 
     def remove(self) -> None:
-        """Take back one reducer's claim to sum this gradient."""
+        """Withdraw one reducer's claim to sum this gradient."""
         self.num_reducers -= 1
 
 
 @dataclass(frozen=True)
 class ShardPlace:
-    """The shard, of `num` in one process, that holds this parameter, and the split between them."""
+    """The shard, out of `num` in one process, that holds this parameter, and the split between
+    them.
+    """
 
     layout: Layout
     index: int
@@ -122,13 +124,13 @@ class ShardPlace:
 
 
 def place_of(parameter: object) -> ShardPlace | None:
-    """Return which shard a parameter is in, if one process holds all shards; else None."""
+    """Return the shard of a parameter if one process holds all shards, else None."""
     shard_place = getattr(parameter, PLACE, None)
     return shard_place if isinstance(shard_place, ShardPlace) else None
 
 
 def note_place(parameter: object, shard_place: ShardPlace) -> None:
-    """Note on `parameter` which shard of this process has it; copies drop the note."""
+    """Record on `parameter` its shard in this process; copies drop the record."""
     setattr(parameter, PLACE, shard_place)
 
 
@@ -139,7 +141,7 @@ def mark_of(parameter: object) -> Mark | None:
 
 
 def layout_of(parameter: object) -> Layout | None:
-    """Return the layout in a parameter's mark; None: it is replicated on every rank."""
+    """Return the layout in a parameter's mark, or None if it is replicated on every rank."""
     mark = mark_of(parameter)
     return None if mark is None else mark.layout
 
@@ -162,10 +164,10 @@ def mark_parameter(
 
 
 def mark(module: Module, layouts: Layouts | None = None) -> None:
-    """Mark the parameters of a module of your own with how they are cut.
+    """Mark the parameters of your own module with their splits.
 
-    Layers of this package mark their own parameters, and wrappers mark those of their module.
-    layouts: default what its parts declare. That a parameter is replicated need not be noted.
+    Layers of this package mark their parameters, and wrappers mark those of their module. layouts:
+    default: those declared by submodules. Replicated parameters need no entry.
     """
     declared = declared_in(module) if layouts is None else layouts
     for name, parameter in module.named_parameters():

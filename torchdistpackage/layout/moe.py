@@ -105,7 +105,7 @@ class MoEShape:
         return problems + (self._group_problems() if is_sized else [])
 
     def _group_problems(self) -> list[str]:
-        """Return why the experts cannot form `num_groups` groups of which tokens use
+        """Return why the experts cannot form `num_groups` groups of which a token uses
         `top_groups`.
         """
         groups, top = self.num_groups, self.top_groups
@@ -127,16 +127,14 @@ class MoEShape:
 
     def capacity(self, seq_len: int) -> int:
         """Return the places of an expert in a sequence: `capacity_factor` times the mean, rounded
-        up, and at most one for each token.
+        up, at most one for each token.
         """
         assert self.capacity_factor is not None
         places = math.ceil(self.capacity_factor * seq_len * self.top_k / self.num_experts)
         return min(places, seq_len)
 
     def padded_rows(self, seq_len: int, batch: int) -> int | None:
-        """Return how many rows each expert is sent of a batch of training; None: as many as
-        choose it.
-        """
+        """Return the rows that each expert gets in training; None: as many as tokens choose it."""
         return self.capacity(seq_len) * batch if self.pad_to_capacity else None
 
     def check_split(self, num_ranks: int, tensor: int = 1) -> list[str]:
@@ -159,7 +157,7 @@ class MoEShape:
 
     @property
     def balancing(self) -> BalanceSpec:
-        """The balance as its row."""
+        """The row of the balance."""
         return BALANCES[self.balance]
 
     @property

@@ -1,8 +1,8 @@
 """Rules that divide lengths and parameters among ranks, from sizes alone. No torch.
 
-`greedy_partition` deals out whole parameters: the largest first, each to the share with the least
-so far (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). The fullest share is then at
-most 4/3 of the smallest possible one, and every rank finds the same shares from the same sizes.
+`greedy_partition` assigns whole parameters: the largest first, each to the share with the smallest
+sum so far (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). The largest share is then
+at most 4/3 of the optimum, and every rank computes the same shares from the same sizes.
 
 A function `*_problems` returns sentences with the numbers and the nearest ones that work, so that a
 layer, a model or a plan can refuse all of them in one error.
@@ -117,7 +117,7 @@ def attention_problems(
     kv_heads: int | None = None,
     head_dim: int | None = None,
 ) -> list[str]:
-    """Return why ranks cannot share these heads in groups that use one key-value head; see
+    """Return why ranks cannot share these heads in groups with one key-value head each; see
     `HeadSplit`.
     """
     kv = heads if kv_heads is None else kv_heads
@@ -179,7 +179,7 @@ def all_have_some(extent: int, num_ranks: int) -> bool:
 def share_heads_evenly(heads: int, kv_heads: int, num_ranks: int) -> bool:
     """Return whether ranks can have equal numbers of heads, or share a key-value head evenly.
 
-    Where every head has keys of its own, ranks may have one head more than others.
+    If every head has its own keys, ranks may differ by one head.
     """
     if num_ranks > heads or heads % kv_heads:
         return False
@@ -189,7 +189,7 @@ def share_heads_evenly(heads: int, kv_heads: int, num_ranks: int) -> bool:
 
 
 def all_have_heads(heads: int, kv_heads: int, num_ranks: int) -> bool:
-    """Return whether each head is shared by equally many ranks, so that all reducers work alike."""
+    """Return whether equally many ranks share each head, so that all reducers behave alike."""
     if num_ranks <= kv_heads:
         return True
     return num_ranks % kv_heads == 0 and num_ranks <= heads

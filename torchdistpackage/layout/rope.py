@@ -119,7 +119,9 @@ class Rope:
         return _logit_factor(self.factor, 1.0)
 
     def yarn_ramp(self, head_dim: int) -> tuple[float, float]:
-        """Return the two channel pairs between which yarn goes from no scaling to full scaling."""
+        """Return the two channel pairs between which yarn changes from no scaling to full
+        scaling.
+        """
         assert self.original_max_position_embeddings is not None
         original = self.original_max_position_embeddings
         low, high = (

@@ -132,7 +132,7 @@ class SplitTable:
         return gathered
 
     def inside(self, path: str) -> "SplitTable":
-        """Return the table of the module at `path`, with paths relative to it."""
+        """Return the table with paths relative to the module at `path`."""
         if not path:
             return self
 
@@ -155,7 +155,9 @@ class SplitTable:
         )
 
     def with_outputs_joined(self, paths: Iterable[str]) -> "SplitTable":
-        """Return the table in which every rank has all outputs of the column layers at `paths`."""
+        """Return the table in which the column layers at `paths` return all outputs on every
+        rank.
+        """
         joined = {
             path: replace(cut, kind="joined")
             for path in paths
@@ -164,6 +166,6 @@ class SplitTable:
         return replace(self, layers=self.layers | joined)
 
     def also_called(self, path: str, other: str) -> None:
-        """Add the layer at `path` under `other` too, the path that some releases give it."""
+        """List the layer at `path` under `other` too, its path in some releases."""
         if (cut := self.layers.get(path)) is not None:
             self.layers[other] = replace(cut, entrance=other if cut.entrance == path else "")

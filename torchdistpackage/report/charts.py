@@ -1,6 +1,6 @@
-"""The charts of a report as plain figures of plotly: what is drawn, without how a page looks.
+"""The charts of a report as plain plotly figures: their content, not the page's style.
 
-A series keeps the least and the largest value of every stretch of steps, so that a spike stays
+A series keeps the smallest and the largest value of every interval of steps, so a spike stays
 visible however many steps a run has.
 """
 
@@ -16,7 +16,9 @@ from torchdistpackage.report.run import Run, busy_excess
 _MOST_POINTS = 4000
 """Largest number of points of a series; several runs share this number."""
 _MOST_LINES = 16
-"""Ranks that have a line of their own; of more the least, the middle and the most are drawn."""
+"""Largest number of ranks with their own line; with more, the least, median and largest are
+drawn.
+"""
 _MOST_COLUMNS = 400
 _COMPUTE = ("forward", "backward", "optimizer")
 _KNOWN = {"step", "steps", "tokens", "skipped", "unigram", "bigram"}
@@ -27,7 +29,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A figure: `traces` and `layout` are plotly's. note: what the picture shows, for readers."""
+    """A figure: `traces` and `layout` are plotly's. note: an explanation of the picture for
+    readers.
+    """
 
     key: str
     title: str
@@ -66,7 +70,7 @@ _OWN_CHART = {"loss", "val_loss", "flops_per_s", "predicted_s", *(line[0] for li
 
 
 def thin(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
-    """Return at most `most` points, in order, with the least and largest of every interval."""
+    """Return at most `most` points, in order, with the smallest and largest of every interval."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(2 * len(points) / most)
@@ -139,8 +143,8 @@ def _line_chart(
 
 
 def _utilization(runs: Sequence[Run], peak_flops: float | None) -> Chart:
-    """Return a chart of the model FLOPs utilization, or of the model's FLOP/s where the peak of the
-    devices is not given.
+    """Return a chart of the model FLOPs utilization, or of the model's FLOP/s if the devices' peak
+    is unknown.
     """
     traces: list[dict[str, Any]] = []
     has_peak = peak_flops is not None
@@ -157,7 +161,7 @@ def _utilization(runs: Sequence[Run], peak_flops: float | None) -> Chart:
 
 
 def _spent(run: Run, of: str) -> Chart:
-    """Return a chart of what the time of a step was spent on, as stacked means over ranks."""
+    """Return a chart of how a step's time was spent, as stacked means over ranks."""
     parts: dict[str, list[Point]] = {}
     for row in _columns(run.ranks):
         step, step_s = row["step"], _mean(row.get("time_s"))
@@ -240,8 +244,8 @@ def _parts(value: Any) -> dict[str, float]:
 
 
 def _by_part(run: Run, key: str, of: str) -> Chart:
-    """Return a line for each part of a key, such as the load of experts by layer; a heat map if
-    there are many parts.
+    """Return a line for each part of a key, such as the experts' load by layer; a heat map if there
+    are many.
     """
     rows = [(row["step"], parts) for row in run.rows if (parts := _parts(row.get(key)))]
     columns = _columns(rows)

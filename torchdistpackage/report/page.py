@@ -1,4 +1,5 @@
-"""One HTML file of one or several runs that opens without a network: data, style and script in it.
+"""Write one HTML file for one or several runs that opens without a network: data, style and script
+are inside.
 
 All text of a run is escaped, its pictures are images, in which no script runs, and the page's
 content security policy lets it load nothing.
@@ -29,9 +30,9 @@ _WIDE = ("life", "loss")
 def write_report(
     folders: Sequence[Path], out: Path, now_s: float, peak_flops: float | None = None
 ) -> list[Run]:
-    """Write the report of the run folders to `out`; returns what was read of them.
+    """Write the report of the run folders to `out`, and return the runs that were read.
 
-    now_s: seconds since 1970. peak_flops: FLOP/s of one device; None: as its name says.
+    now_s: seconds since 1970. peak_flops: FLOP/s of one device; None: from its name.
 
     Raises:
         ConfigError: a folder is no run folder, plotly is not installed, or `out` cannot be written.
@@ -95,7 +96,7 @@ def html(runs: Sequence[Run], now_s: float, peak_flops: float | None = None) -> 
 
 
 def _shown(value: Any) -> Any:
-    """Return the same value with all its texts printable."""
+    """Return the same value with all its texts made printable."""
     match value:
         case str():
             return printable(value)
@@ -151,7 +152,7 @@ def _table(table: Table) -> str:
 
 
 def _pictures(runs: Sequence[Run]) -> list[str]:
-    """Return pictures of the pipeline as predicted, and below it as measured."""
+    """Return pictures of the pipeline: predicted, and measured below it."""
     pictures = []
     for run in runs:
         if run.picture is None:

@@ -1,4 +1,4 @@
-"""Peak FLOP/s of one device, dense, in bf16, as the data sheets have it."""
+"""Peak FLOP/s of one device, dense, in bf16, from the data sheets."""
 
 _TFLOPS = {
     "B200": 2250.0,
@@ -14,12 +14,12 @@ _TFLOPS = {
     "MI300X": 1307.0,
     "MI250X": 191.5,
 }
-"""Peak TFLOP/s by a part of the device's name; the first that fits counts. MI250X: of one of its
-two dies.
+"""Peak TFLOP/s by a substring of the device's name; the first match counts. MI250X: one of its two
+dies.
 """
 
 
 def peak_flops_of(device: str) -> float | None:
-    """Return the peak of a device by its torch.cuda.get_device_name; None if unknown."""
+    """Return the peak of a device from its torch.cuda.get_device_name, or None if unknown."""
     matches = (tflops for name, tflops in _TFLOPS.items() if name.lower() in device.lower())
     return next((tflops * 1e12 for tflops in matches), None)

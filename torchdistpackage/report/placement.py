@@ -8,8 +8,7 @@ from torchdistpackage.topology.mesh import Mesh
 _CELL, _GAP, _LEFT, _TOP = 30, 12, 12, 44
 _A_LINE = 960
 _MOST_RANKS = 512
-"""Largest number of ranks that are drawn, those of the first nodes: no eye can distinguish more
-groups."""
+"""Largest number of drawn ranks, from the first nodes: more groups could not be distinguished."""
 
 
 def placement_svg(name: str, meshes: Sequence[tuple[str, Mesh]], ranks_per_node: int) -> str:
@@ -32,7 +31,7 @@ def placement_svg(name: str, meshes: Sequence[tuple[str, Mesh]], ranks_per_node:
 
 
 def _panel(axis: str, mesh: Mesh, per_node: int) -> tuple[list[str], float]:
-    """Return the parts of a panel, and its height."""
+    """Return the SVG elements of a panel, and its height."""
     number = {rank: index for index, group in enumerate(mesh.groups((axis,))) for rank in group}
     drawn = range(min(mesh.size, max(_MOST_RANKS // per_node, 1) * per_node))
     nodes = [range(a, min(a + per_node, drawn.stop)) for a in drawn[::per_node]]

@@ -1,7 +1,7 @@
-"""A run by its folder: its rows, starts, checkpoints, configuration and state.
+"""A run read from its folder: its rows, starts, checkpoints, configuration and state.
 
-Files are read as they are found. What is missing, torn or of an older version is left out, and said
-in `Run.notes`, so that a run is shown as far as it goes.
+Missing, torn or older files are skipped and mentioned in `Run.notes`, so a run is shown as far as
+possible.
 """
 
 import contextlib
@@ -35,7 +35,9 @@ _MOST_WARNINGS = 200
 
 @dataclass(frozen=True, slots=True)
 class RunSave:
-    """A checkpoint: its step, when it was complete, how long that took, and whether it is there."""
+    """A checkpoint: its step, when it was complete, how long it took, and whether it still
+    exists.
+    """
 
     step: int
     at_s: float
@@ -44,7 +46,7 @@ class RunSave:
 
 
 class Run:
-    """A run, by its folder: what its files said at the last `read`.
+    """A run and the content of its files at the last `read`.
 
     rows: of metrics.jsonl, a mapping for each step. ranks: of ranks.jsonl. config: by dotted key.
     places: where keys were set. notes: what is missing or could not be read.
@@ -60,7 +62,7 @@ class Run:
         self.read()
 
     def read(self) -> None:
-        """Read the folder again; of rows only those that are new."""
+        """Read the folder again; of the rows, only new ones."""
         _check_run_folder(self.files)
         for name in ("warnings", "picture"):  # read when they are asked for
             self.__dict__.pop(name, None)
@@ -89,12 +91,12 @@ class Run:
 
     @property
     def state(self) -> RunState:
-        """Return how the run is, with the reason of its end."""
+        """Return the state of the run, with the reason of its end."""
         return state_of(self.starts, has_rows=bool(self.rows))
 
     @property
     def holder(self) -> LockHolder | None:
-        """Return who trains in the folder now, according to its lock; None: nobody."""
+        """Return who trains in the folder now, according to its lock, or None."""
         return holder_of(self.files.run_lock)
 
     @property
@@ -112,8 +114,9 @@ class Run:
 
     @property
     def slowest_text(self) -> str:
-        """A sentence on the slowest rank: its busy seconds, in which steps, and by how much they
-        are longer than those of its peers; "" if ranks.jsonl has no such times.
+        """Return a sentence on the slowest rank, or "" if ranks.jsonl has no such times.
+
+        It gives the rank's busy seconds, the steps, and the excess over its peers.
         """
         if (rank := self.slowest_rank) is None:
             return ""
@@ -138,7 +141,7 @@ class Run:
 
     @cached_property
     def picture(self) -> bytes | None:
-        """The pipeline's timeline as SVG; None if there is none, or it cannot be read."""
+        """The pipeline's timeline as SVG, or None if it does not exist or cannot be read."""
         try:
             return read_regular(self.files.picture, _MOST_PICTURE)
         except FileNotFoundError:
@@ -159,7 +162,7 @@ class Run:
 
     @property
     def unit(self) -> str:
-        """Return what the loss is a mean over, as the run's own lines say it."""
+        """Return the unit over which the loss is a mean, as recorded in the run's own lines."""
         get = self.config.get
         if get("data.name") == "preference":
             return "pairs"
@@ -178,7 +181,7 @@ class Run:
 
     @property
     def mesh(self) -> Mesh:
-        """Axes of several ranks, as the ranks wrote them; without axes where they did not."""
+        """The axes with several ranks, as the ranks recorded them, else none."""
         layout = next((row["layout"] for row in self.ranks if "layout" in row), [])
         try:
             return Mesh(tuple((str(name), size) for name, size in layout if size != 1))
@@ -186,7 +189,9 @@ class Run:
             return Mesh(())
 
     def coord_text(self, rank: int) -> str:
-        """Return the place of a rank on axes of several ranks, e.g. `data 1 context 1`, or ""."""
+        """Return a rank's position on the axes with several ranks, e.g. `data 1 context 1`, or
+        "".
+        """
         mesh = self.mesh
         if rank >= mesh.size:
             return ""
@@ -260,7 +265,7 @@ def _places(keys: Any) -> dict[str, str]:
 
 
 def _is_copy(path: str, run: Run) -> bool:
-    """Return whether a place is the job's own copy of what was submitted, which has its place."""
+    """Return whether a path is the job's own copy of the submitted file."""
     return path.partition(":")[0].endswith("job/config.yaml") and bool(run.places)
 
 
@@ -274,7 +279,9 @@ def _starts(run: Run) -> list[RunStart]:
 
 
 def last_sign_s(run: Run) -> float | None:
-    """Return when the run last wrote a row, which shows when a start without an end was alive."""
+    """Return when the run last wrote a row, which shows until when a start without an end was
+    alive.
+    """
     times = [x for row in run.ranks[-1:] if (x := number(row.get("at_s"))) is not None]
     with contextlib.suppress(OSError):
         times.append(run.files.metrics.stat().st_mtime)
@@ -333,15 +340,16 @@ def when(time_s: float) -> str:
 
 
 def busy_seconds(row: Row) -> list[float]:
-    """Return for each rank the seconds of a step in which it computed and waited for nobody, the
-    mean over the steps of the row.
+    """Return for each rank the seconds of a step in which it computed and waited for nobody.
+
+    They are means over the steps of the row.
     """
     phases = [numbers(times) for times in mapping(row, "phases").values()]
     return [sum(x) for x in zip(*phases, strict=False)]
 
 
 def busy_excess(row: Row, mesh: Mesh) -> list[float]:
-    """Return for each rank how many percent longer it was busy than the median of its peers.
+    """Return for each rank by how many percent it was busy longer than the median of its peers.
 
     Peers are the ranks with the same pipe index; without axes all ranks.
     """

@@ -1,4 +1,4 @@
-"""The status of a run that `tdp watch` shows: facts, and a curve of characters."""
+"""The status of a run that `tdp watch` shows: facts, and a curve of block characters."""
 
 import statistics
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from torchdistpackage.report.run import Run, busy_excess, last_sign_s
 from torchdistpackage.text import duration, size_text
 
 _RECENT = 20
-"""Steps that a rate is the median of."""
+"""Number of steps over which a rate is the median."""
 _LAGS_PERCENT = 10.0
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _QUIET_STEPS = 20
@@ -21,8 +21,8 @@ _QUIET_STEPS = 20
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """step of num_steps; loss: the last one. facts: a name and a text each, in order. ended: the
-    run goes on no more, as far as its files say."""
+    """The status of a run: step of num_steps; loss: the last one. facts: name and text pairs, in
+    order. ended: the run does not continue, according to its files."""
 
     step: int
     num_steps: int | None
@@ -39,8 +39,8 @@ class RunStatus:
 
 
 def status_of(data: Run, now_s: float, queue: str = "", *, queue_ended: bool = False) -> RunStatus:
-    """Return the status of a run. now_s: seconds since 1970. queue: what Slurm says of its job.
-    queue_ended: the job is over for good; a job that never began leaves no other trace of that.
+    """Return the status of a run. now_s: seconds since 1970. queue: Slurm's information about its
+    job. queue_ended: the job is over for good; a job that never began leaves no other trace.
     """
     last = data.rows[-1] if data.rows else {}
     step = int(last.get("step", 0))
@@ -77,7 +77,7 @@ def status_of(data: Run, now_s: float, queue: str = "", *, queue_ended: bool = F
 
 
 def _of_ranks(data: Run) -> dict[str, str]:
-    """Return shares of a step, memory and slow ranks from the last row of ranks.jsonl."""
+    """Return the fractions of a step, memory and slow ranks from the last row of ranks.jsonl."""
     facts: dict[str, str] = {}
     row = data.ranks[-1]
     step_s = _mean(row.get("time_s"))
@@ -98,7 +98,7 @@ def _of_ranks(data: Run) -> dict[str, str]:
 
 
 def _times(data: Run, step: int, step_s: float | None, now_s: float, ended: bool) -> dict[str, str]:
-    """Return how long until the last step, the next checkpoint and the end of the job."""
+    """Return the time until the last step, the next checkpoint and the end of the job."""
     facts: dict[str, str] = {}
     if ended or not step_s:
         return facts

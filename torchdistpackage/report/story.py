@@ -1,4 +1,4 @@
-"""The parts of a report besides charts of steps: starts over time, and tables of text."""
+"""The sections of a report besides charts of steps: starts over time, and tables of text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from torchdistpackage.text import size_text
 
 _SOURCES = "data.sources"
 COLOURS = {"finished": 2, "requeue": 0, "chain": 0, "again": 5, "running": 4, "failed": 3}
-"""Word of an end -> place in the palette of the page; the others have 1."""
+"""Word of an end -> position in the palette of the page; others have 1."""
 _MOST_RANKS = 1024
-"""Largest number of ranks with a row of their own; `ranks.jsonl` has them all."""
+"""Largest number of ranks with their own row; `ranks.jsonl` has them all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table: rows of text under a head. note: a caption."""
+    """A table: rows of text under a header. note: a caption."""
 
     key: str
     title: str
@@ -30,9 +30,7 @@ class Table:
 
 
 def life(runs: Sequence[Run], now_s: float) -> Chart:
-    """Return a chart with every start as a bar from its begin to its end, and checkpoints as
-    marks.
-    """
+    """Return a chart with every start as a bar and checkpoints as marks."""
     traces: list[dict[str, Any]] = []
     shown: set[str] = set()
     for run in runs:
@@ -132,7 +130,7 @@ def _start_rows(run: Run) -> list[list[str]]:
 
 
 def _rank_rows(run: Run) -> list[list[str]]:
-    """Return a row for each rank: its position, and how busy it was and its memory at the end."""
+    """Return a row for each rank: its position, busy time and memory at the end."""
     if not run.ranks:
         return []
     last, hosts = run.ranks[-1], next((r["hosts"] for r in run.ranks if "hosts" in r), [])
@@ -153,7 +151,7 @@ def _item(values: Any, index: int) -> Any:
 
 
 def _changes(run: Run) -> list[list[str]]:
-    """Return keys that a start set to another value than the start before it."""
+    """Return the keys that a start set to another value than the previous start."""
     rows: list[list[str]] = []
     for earlier, now in zip(run.starts, run.starts[1:], strict=False):
         if not earlier.keys or not now.keys:
@@ -171,7 +169,7 @@ def _changes(run: Run) -> list[list[str]]:
 
 
 def _changed_shares(earlier: RunStart, now: RunStart) -> dict[str, tuple[float, float]]:
-    """Return the shares of sources that a start changed, or nothing if a record is not of them."""
+    """Return the shares of sources that a start changed; nothing if a record has no shares."""
     values = [x.keys.get(_SOURCES) for x in (earlier, now)]
     try:
         old_sources, new_sources = (

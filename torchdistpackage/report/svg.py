@@ -7,9 +7,9 @@ from html import escape as html_escape
 from torchdistpackage.bounded import printable
 
 _GOLDEN = 0.618034
-"""Hues so far apart around the circle differ however many are taken."""
+"""Step between hues: multiples of the golden angle stay distinct, however many are used."""
 _SCALE = ((165, 15, 21), (252, 174, 97), (255, 255, 191), (116, 173, 209), (49, 54, 149))
-"""Colours from least to most, which can be distinguished without seeing red and green."""
+"""Colours from least to most that people who cannot see red and green can tell apart."""
 
 
 def escape(words: str) -> str:
@@ -18,7 +18,7 @@ def escape(words: str) -> str:
 
 
 def document(width: float, height: float, parts: Iterable[str]) -> str:
-    """Return a picture on a white ground, whatever is behind it."""
+    """Return a picture on a white background."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
         f'viewBox="0 0 {width:g} {height:g}" font-family="sans-serif" font-size="11">'
@@ -43,7 +43,9 @@ def box(
 
 
 def colour_of(index: int) -> str:
-    """Return a light colour on which black text is readable; each small number has another one."""
+    """Return a light colour on which black text is readable; small numbers get different
+    colours.
+    """
     return _hex([round(255 * x) for x in colorsys.hls_to_rgb(index * _GOLDEN % 1, 0.75, 0.6)])
 
 

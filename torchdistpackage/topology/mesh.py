@@ -1,8 +1,8 @@
-"""Named grid of ranks, and one world seen two ways. It holds arithmetic only and starts no process.
+"""A named grid of ranks, and two views of one world. Pure arithmetic; starts no process.
 
-A mesh lists its axes from slowest to fastest varying, and rank r sits where the
-mixed-radix digits of r say. Who talks to whom follows from that one rule, so a mesh
-of a million ranks answers for any rank without ever listing the others.
+A mesh lists its axes from slowest to fastest varying; rank r sits at the mixed-radix digits of r.
+All groups follow from that one rule, so a mesh of a million ranks answers for any rank without
+listing the others.
 
 Ranks fill nodes in order, so whether a group crosses a node follows from its first and last rank.
 Tensor and context groups exchange activations in every layer, so `advice` warns when they cross
@@ -10,11 +10,11 @@ nodes.
 
 A `Topology` has two views of the same ranks. The dense mesh has the axes data, pipe, context and
 tensor. The expert view cuts its data axis in two, with `expert_data` outside `expert`. Every group
-is a set of axes in one of the two views; this file alone defines the names that users say
-(`model`, `moe_ep`, ...).
+is a set of axes in one of the two views; this file alone defines the names that users say (`model`,
+`moe_ep`, ...).
 
-Words: an *axis* belongs to the mesh, a *dim* to a tensor; *rank* is global, *index*
-is the position along an axis.
+Words: an *axis* belongs to the mesh, a *dim* to a tensor; *rank* is global, *index* is the position
+along an axis.
 """
 
 import difflib
@@ -29,7 +29,7 @@ from typing import Any, Literal
 from torchdistpackage.errors import TopologyError
 
 Ranks = Sequence[int]
-"""Ascending ranks: a `range` where they form a progression, else a tuple."""
+"""Ascending ranks: a `range` if they form a progression, else a tuple."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Mesh:
         return tuple(name for name, _ in self.axes)
 
     def axis_size(self, *axes: str) -> int:
-        """Return the number of ranks along `axes` together; an axis the mesh does not have counts
+        """Return the number of ranks along `axes` together; an axis that is not in the mesh counts
         1.
         """
         sizes = dict(self.axes)
@@ -85,9 +85,7 @@ class Mesh:
         return rank
 
     def index(self, rank: int, *axes: str) -> int:
-        """Return the position of `rank` along `axes` taken together, the first named varying
-        slowest.
-        """
+        """Return the position of `rank` along `axes` combined, the first named varying slowest."""
         coord, position = self.coord(rank), 0
         for axis in axes:
             position = position * self.axis_size(axis) + coord.get(axis, 0)
@@ -158,8 +156,10 @@ def whole_size(name: str, size: object) -> int:
 
 @lru_cache(maxsize=256)
 def _spread(first: int, dims: tuple[tuple[int, int], ...]) -> Ranks:
-    """Return all of first + sum(i * stride) with i < size, ascending; a range if they form one.
-    Every parameter of a plan asks for one of the same few groups."""
+    """Return all values first + sum(i * stride) with i < size, ascending, as a range if they form
+    one.
+
+    The result is cached, because every parameter of a plan asks for one of the same few groups."""
     return _expand(first, dims)
 
 
@@ -186,7 +186,7 @@ def adjacent_on_a_host(hosts: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """Number of groups along `axis`, and how many of them span more than one node."""
+    """Number of groups along `axis`, and the number that spans several nodes."""
 
     axis: str
     num_groups: int
@@ -242,7 +242,7 @@ DEFAULT_ORDER = ("data", "pipe", "context", "tensor")
 
 View = Literal["dense", "expert"]
 Size = float | str | None
-"""A size in a declarative config; None, -1 or "auto" stands for "whatever is left"."""
+"""A size in a declarative config; None, -1 or "auto" stands for "the remaining ranks"."""
 
 Axes = Sequence[tuple[str, Size]] | Mapping[str, Size]
 """`[(axis, size), ...]`, outermost first, or a mapping in that order."""
@@ -299,7 +299,7 @@ class Topology:
 
     @property
     def model_axes(self) -> tuple[str, ...]:
-        """Axes whose ranks work on the same batch: all axes but data."""
+        """Axes whose ranks work on the same batch: all but data."""
         return tuple(name for name in self.dense.names if name != "data")
 
     def group(self, rank: int, mode: str) -> Ranks:
@@ -352,8 +352,8 @@ def _pairs(sizes: Axes) -> list[tuple[str, Size]]:
 def topology(sizes: Axes, world_size: int, *, expert: int = 1) -> Topology:
     """Build both views from `[(axis, size), ...]` or `{axis: size, ...}`, outermost first.
 
-    Any order, any subset; one size may be None, -1 or "auto" and is then inferred. Sizes may be
-    integral floats (4.0), as arithmetic on world sizes gives them.
+    Axes may come in any order and be incomplete; one size may be None, -1 or "auto" and is then
+    inferred. Sizes may be integral floats (4.0), as arithmetic on world sizes gives them.
 
     Raises:
         TopologyError: a size is not an integer, two are left open, the product is not
@@ -393,9 +393,7 @@ def topology(sizes: Axes, world_size: int, *, expert: int = 1) -> Topology:
 
 
 def unknown_axes(names: Iterable[str]) -> str:
-    """Return a warning about axes that nothing in this package uses by name; "" if there
-    are none.
-    """
+    """Return a warning about axes that nothing in this package uses, or ""."""
     unknown: list[str] = []
     for name in names:
         if name not in DEFAULT_ORDER:

@@ -1,9 +1,9 @@
 """All-reduce over nodes of several ranks each, on gloo: each element crosses between nodes once.
 
-All ranks of a node share the traffic between nodes. The tensor is cut into chunks. For each chunk
-the ranks of a node sum up a part each, sum it over the nodes, and hand it to each other. Chunks
-overlap: while one crosses, others are summed and handed out. (The 2D-torus all-reduce of
-arXiv:1811.05233.)
+All ranks of a node share the traffic between nodes. The tensor is cut into chunks. For each chunk,
+every rank of a node reduces one slice over the node, all-reduces it over the nodes, and sends it to
+the other ranks of the node. Chunks overlap: while one crosses, others are reduced and distributed.
+(The 2D-torus all-reduce of arXiv:1811.05233.)
 
 A step begins when the one before has ended, so a sum proceeds during a backward pass: gloo's
 threads wake one of ours, which takes the next step. (A group cannot end on its own threads, so they
@@ -42,14 +42,15 @@ CHUNK_BYTES = 2 * 2**20
 """Size of a chunk. Shorter chunks cost more calls; longer ones leave the link idle while the first
 is summed and the last is distributed."""
 GRACE_S = 1.0
-"""Seconds beyond the limit that are left for the back end's own error, which says more than that
-nothing came."""
+"""Seconds beyond the limit that are left for the back end's own error, which is more informative
+than a timeout."""
 
 
 def hierarchical_all_reduce(
     group: Group, nodes: Sequence[Hashable] | None = None, *, chunk_bytes: int = CHUNK_BYTES
 ) -> Start | None:
-    """Return a `start_all_reduce` by way of the nodes of `group`; None where a flat one is as good.
+    """Return a `start_all_reduce` that goes by way of the nodes of `group`, or None if a flat one
+    is as good.
 
     nodes: the node of each rank of the group, in its order; None asks all for their host names.
     chunk_bytes: of a chunk; what is no longer than half of one goes flat, in one step, not three.
@@ -140,7 +141,7 @@ class _HierarchicalAllReduce:
         return _ChunkedWork(self, chunks, self._limit)
 
     def _follow_limit(self) -> None:
-        """Pass the group's time limit on to its parts."""
+        """Apply the group's time limit to its subgroups."""
         limit = self._options._timeout
         if limit != self._limit:
             self._limit = limit
@@ -148,14 +149,14 @@ class _HierarchicalAllReduce:
                 primitives.set_timeout(group, limit.total_seconds())
 
     def _tell(self, then: "_Step", chunk: "_Chunk", work: dist.Work) -> None:
-        """Let our thread take the step `then` when `work` has ended."""
+        """Make our thread take the step `then` when `work` has ended."""
         ended = self._ended
         work.get_future().then(lambda future: ended.put((then, chunk, future)))
 
     # -- on our thread -------------------------------------------------------------------
 
     def exchanged(self, chunk: "_Chunk", future: torch.futures.Future) -> None:
-        """Add up the node's sums for this rank's part of a chunk, which have arrived."""
+        """Add the arrived values of the node's ranks for this rank's slice of a chunk."""
         try:
             future.value()
             chunk.add()
@@ -168,7 +169,9 @@ class _HierarchicalAllReduce:
                 self._waiting.popleft().sent.set_exception(error)
 
     def _cross(self, chunk: "_Chunk") -> None:
-        """Begin the sum of this rank's part over the nodes, or skip it if the part is empty."""
+        """Begin the all-reduce of this rank's slice over the nodes, or skip it if the slice is
+        empty.
+        """
         if len(chunk.mine):
             work = dist.all_reduce(chunk.mine, group=self._across, async_op=True)
             self._tell(_HierarchicalAllReduce.crossed, chunk, work)
@@ -176,7 +179,7 @@ class _HierarchicalAllReduce:
             chunk.hand_out(self._inside)
 
     def crossed(self, chunk: "_Chunk", future: torch.futures.Future) -> None:
-        """Hand out this rank's part of a chunk, now the sum over all ranks."""
+        """Distribute this rank's slice of a chunk, which now holds the sum over all ranks."""
         try:
             future.value()
             chunk.hand_out(self._inside)
@@ -185,9 +188,9 @@ class _HierarchicalAllReduce:
 
 
 class _Chunk:
-    """A chunk of a tensor; each rank of the node sums one part of it between nodes.
+    """A chunk of a tensor; each rank of the node reduces one slice of it between nodes.
 
-    buffer: this rank's part from each rank of the node. works: messages with the sums. sent: this
+    buffer: this rank's slice from each rank of the node. works: messages with the sums. sent: this
     rank has posted its own.
     """
 
@@ -205,19 +208,19 @@ class _Chunk:
 
     @torch.no_grad()
     def add(self) -> None:
-        """Sum the parts that arrived from this node's ranks; the chunk may cross now."""
+        """Add the slices that arrived from this node's ranks; the chunk may cross now."""
         if len(self.mine):
             self.mine.copy_(added(self.buffer.split(len(self.mine))))
         self.added = True
 
     def hand_out(self, inside: Group) -> None:
-        """Send this rank's part to the other ranks of the node."""
+        """Send this rank's slice to the other ranks of the node."""
         self.works += post_sends([self.mine] * len(self.parts), inside, self.tag)
         self.sent.set_result(None)
 
 
 class _ChunkedWork:
-    """The work of one call, which a caller awaits like the works of a back end.
+    """The work of one call, which a caller awaits like a back end's work.
 
     owner: must not end before its chunks have.
     """
@@ -233,10 +236,10 @@ class _ChunkedWork:
             wait_works(chunk.works, limit)
 
     def _await_sent(self, chunk: _Chunk, limit: timedelta) -> None:
-        """Wait until this rank's part of `chunk` is on its way to the node's other ranks.
+        """Wait until this rank's slice of `chunk` is being sent to the node's other ranks.
 
-        Chunks begun earlier go first, each in its own time. So the limit is for any step of this
-        rank.
+        Chunks begun earlier go first, each with its own time limit. So the limit applies to any
+        step of this rank.
 
         Raises:
             RuntimeError: what went wrong on our thread, or nothing went on for `limit`.
@@ -258,9 +261,10 @@ _Ended = SimpleQueue[tuple[_Step, _Chunk, torch.futures.Future] | None]
 
 
 def _serve(owner: ref[_HierarchicalAllReduce], ended: _Ended) -> None:
-    """Take the steps whose work has ended, until None arrives.
+    """Run the next steps of ended works until None arrives.
 
-    Only a weak reference to the owner is held, so that a group may end while nothing is under way.
+    Only a weak reference to the owner is held, so that a group may end while nothing is in
+    progress.
     """
     while (ending := ended.get()) is not None:
         step, chunk, future = ending

@@ -1,4 +1,4 @@
-"""Collectives of direct messages between all pairs of ranks, for gloo.
+"""Collectives made of direct messages between all pairs of ranks, for gloo.
 
 On gloo a message travels at the full rate of the link in both directions at once, if its receive
 was posted before this rank began to send. gloo's own reduce_scatter costs a full all_reduce, and
@@ -18,12 +18,14 @@ from torchdistpackage.errors import CommError
 
 Group = dist.ProcessGroup
 GATHERED, SUMMED, EXPECTED_GATHERED, EXPECTED_SUMMED = range(4)
-"""Kinds of calls that are made of messages."""
+"""Kinds of calls that consist of messages."""
 PIECE_BYTES = 2**20
-"""Longer messages travel in even pieces of about this, so that a notice of readiness to receive,
-which queues behind what is being sent, waits for no more than half as much again."""
+"""Messages larger than this travel in even pieces of about this size.
+
+A notice of readiness to receive queues behind the data being sent, so it then waits for at most 1.5
+pieces."""
 _FIRST_TAG, _NUM_TAGS = 2**12, 2**27
-"""Tags above those that single messages use over the same group; gloo's tags have 31 bits."""
+"""Tags above those of single messages in the same group; gloo's tags have 31 bits."""
 
 
 def pairwise(
@@ -35,7 +37,7 @@ def pairwise(
 ) -> list[dist.Work]:
     """Send send[i] to rank i of the group and fill receive[i] from it; the caller waits.
 
-    This rank's own part is copied. All tensors are contiguous. Empty ones do not travel, so both
+    This rank's own slice is copied. All tensors are contiguous. Empty ones do not travel, so both
     sides must know which are empty.
     """
     state = state_of(group)
@@ -52,7 +54,7 @@ def pairwise(
 def expected_tag(kind: int, group: Group) -> int:
     """Return the tag of a call whose receives are posted ahead.
 
-    Members count these calls alike, apart from other calls, which may come in between.
+    Members count these calls consistently, separately from other calls, which may come in between.
     """
     state = state_of(group)
     state.settle()
@@ -72,12 +74,12 @@ def post_receives(
     reverse: Group | None = None,
     state: GroupState | None = None,
 ) -> list[dist.Work]:
-    """Post the receive of parts[i] from rank i of the group, for all ranks but this one.
+    """Post the receive of parts[i] from rank i of the group, for all ranks except this one.
 
-    reverse: a group of the same ranks (groups.py, `make_duplex_groups`) for what goes from a
-    rank to one before it, None: the same. A rank that posts on a connection waits while gloo reads
-    from it, which may be for long where all cores compute, so traffic that computation is to hide
-    has a connection for each way. state: that of the group, where it is known.
+    reverse: a group of the same ranks (groups.py, `make_duplex_groups`) for data sent to a lower
+    rank; None: the same group. A rank that posts on a connection waits while gloo reads from it,
+    possibly for long if all cores compute, so traffic that should overlap computation has one
+    connection for each direction. state: that of the group, if known.
 
     Raises:
         CommError: a peer is gone; this comes ahead of the call that is noted and would say so.
@@ -102,7 +104,7 @@ def post_sends(
     reverse: Group | None = None,
     state: GroupState | None = None,
 ) -> list[dist.Work]:
-    """Post the send of parts[i] to rank i of the group, for all ranks but this one.
+    """Post the send of parts[i] to rank i of the group, for all ranks except this one.
 
     Raises:
         CommError: a peer is gone.
@@ -120,7 +122,7 @@ def post_sends(
 
 
 def _peer_gone(action: str, state: GroupState, error: RuntimeError) -> CommError:
-    """Return the error that names the peers of a call which the back end refused."""
+    """Return the error that names the peers of a call refused by the back end."""
     others = ", ".join(str(state.ranks[i]) for i in sorted(state.others))
     return CommError(f"{action} ranks {others} failed: {error}")
 

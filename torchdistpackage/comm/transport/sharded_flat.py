@@ -1,7 +1,7 @@
-"""Reduce-scatter and all-gather in place on one flat tensor, of which each rank owns a slice.
+"""In-place reduce-scatter and all-gather of one flat tensor, of which each rank owns a slice.
 
-Elements are summed in group order, so how a tensor is cut changes no number. On gloo both are made
-of messages (pairwise.py), and `wait()` adds up what arrived.
+Elements are added in group order, so the cut of a tensor changes no number. On gloo both consist of
+messages (pairwise.py), and `wait()` adds the arrived values.
 
 A slice whose receiver is ready leaves at once, also while this process computes. Else it waits for
 a notice that queues behind the receiver's own sends. So a caller that knows its next call posts the
@@ -76,8 +76,8 @@ def prepost_reduce_scatter_v(
 ) -> Callable[[], Work]:
     """Post the receives of `start_reduce_scatter_v`; calling the result once starts it.
 
-    `flat` is read, and written, from the start on. All ranks expect in the same order, and start
-    what they expect in one order too; one that is not started must be dropped by all.
+    `flat` is read and written from the start on. All ranks announce and start these calls in one
+    order; a call that is not started must be dropped by all.
     """
     if group.size() == 1:
         return partial(Work, flat)
@@ -137,12 +137,14 @@ def prepost_all_gather_v(
 
 
 def posts_ahead(group: Group) -> bool:
-    """Return True if the `prepost_` functions post receives, for which the memory must be there."""
+    """Return True if the `prepost_` functions post receives, for which the memory must already
+    exist.
+    """
     return group.size() > 1 and state_of(group).direct
 
 
 class _Rounded(NamedTuple):
-    """The shape and dtype of a flat tensor as it travels, for the flight recorder and the debug
+    """The shape and dtype of a flat tensor in transit, for the flight recorder and the debug
     mode.
     """
 
@@ -151,7 +153,7 @@ class _Rounded(NamedTuple):
 
 
 class _FlatShards:
-    """A flat tensor cut by rank, and the dtype in which it travels.
+    """A flat tensor cut by rank, and its dtype in transit.
 
     Raises:
         CommError: they do not fit.
@@ -207,8 +209,8 @@ class _FlatShards:
         return run_async(operation, self.group, self.noted, facts, finish, function, *args)
 
     def buffers(self) -> tuple[Tensor, list[Tensor], Callable[[], Tensor] | None]:
-        """Return where a gather arrives, as one tensor and in parts, and what copies it to
-        `flat`.
+        """Return where a gather arrives, as one tensor and in slices, and the function that copies
+        it to `flat`.
         """
         if self.wire_dtype is self.mine.dtype:
             return self.full, self.parts, None
@@ -217,7 +219,7 @@ class _FlatShards:
 
     @torch.no_grad()
     def add(self, buffers: Sequence[Tensor]) -> Tensor:
-        """Sum this rank's slice and the parts in the buffers, in group order."""
+        """Add this rank's slice and those in the buffers, in group order."""
         local, index = self.mine, self.index
         # sums of halves are made in float32: each addition would round
         narrow = local.is_floating_point() and local.itemsize < 4
@@ -234,13 +236,13 @@ class _FlatShards:
         return self.flat
 
     def rounded(self, parts: list[Tensor], local: Tensor | None) -> Tensor:
-        """Return this rank's part as it travels, in the place where a gather puts it."""
+        """Return this rank's slice in its transit dtype, at the place where a gather puts it."""
         source, part = self.mine if local is None else local, parts[self.index]
         return part if part is source else part.copy_(source)
 
     @torch.no_grad()
     def write(self, arrived: Tensor) -> Tensor:
-        """Copy what arrived in another dtype into `flat`."""
+        """Copy data that arrived in another dtype into `flat`."""
         self.full.copy_(arrived)
         return self.flat
 
@@ -254,7 +256,7 @@ def _post(
     group: Group,
     async_op: bool,
 ) -> list[dist.Work]:
-    """Send each rank its part of `sent`; its receive is posted. `works` are this rank's own
+    """Send each rank its slice of `sent`, whose receive is posted. `works` are this rank's own
     receives.
     """
     return works + post_sends(sent(), group, tag, down)
@@ -268,7 +270,9 @@ def _set(flat: Tensor, bounds: Sequence[int], local: Tensor) -> Work:
 
 
 def _start_by_all_to_all(cut: _FlatShards) -> Work:
-    """Start a sum over NCCL whose parts are narrower than it; NCCL would add in their dtype."""
+    """Start a reduction over NCCL whose slices are narrower than `flat`; NCCL would add in their
+    dtype.
+    """
     num, length = len(cut.parts), len(cut.mine)
     buffer = cut.mine.new_empty((num * length,), dtype=cut.wire_dtype)
     finish = partial(cut.add, buffer.view(num, length).unbind())

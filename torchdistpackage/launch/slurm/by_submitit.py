@@ -1,7 +1,7 @@
-"""Submission through submitit: its executor, its job folder, its way of coming back.
+"""Submit through submitit, with its executor, its job folder and its way of requeueing.
 
-The only file that imports submitit, for those who have it in their tools already. The job is the
-same `BatchJob` that the plain script is made of; submitit writes a script of its own around it.
+The only file that imports submitit, for people whose tools use it already. It submits the same
+`BatchJob` as the plain script; submitit writes its own script around it.
 """
 
 import os
@@ -24,7 +24,7 @@ FOLDER = "submitit"
 
 
 def check(job: BatchJob, requeue: RequeueSection) -> None:
-    """Refuse what submitit cannot do.
+    """Refuse options that submitit cannot serve.
 
     Raises:
         ConfigError: says what, and what to do instead.
@@ -58,10 +58,11 @@ def submit(
     requeue: RequeueSection,
     exclude: Sequence[str] = (),
 ) -> list[str]:
-    """Submit `calls`, one for each run of `job` and each with a `checkpoint` method; their job ids.
+    """Submit `calls`, one for each run of `job` and each with a `checkpoint` method; return the job
+    ids.
 
-    env: what sbatch is given instead of this process's environment. exclude: nodes to leave out.
-    Rank 0's log of submitit becomes the main log of its run.
+    env: environment for sbatch instead of this process's. exclude: nodes to leave out. Rank 0's log
+    from submitit becomes the main log of its run.
 
     Raises:
         ConfigError: see `check`.
@@ -98,7 +99,9 @@ def submit(
 
 
 def _python(job: BatchJob) -> tuple[str, ...]:
-    """Return the command that starts a rank, in the job's container and safe from early signals."""
+    """Return the command that starts a rank, in the job's container and protected from early
+    signals.
+    """
     return ("sh", "-c", IGNORE_SIGNALS_UNTIL_READY, "task", *job.extra("container"), job.python[0])
 
 

@@ -14,14 +14,14 @@ from torchdistpackage.launch.slurm.query import Runner
 
 _EXCLUDE = re.compile(r"^#SBATCH\s+(?:--exclude[=\s]|-x\s*)\s*(\S+)", re.MULTILINE)
 _NO_NODES = re.compile(r"allocation failure: .*node", re.IGNORECASE)
-"""sbatch's error if too few nodes are left. Other refusals, such as of an account, are not about
-nodes."""
+"""sbatch's error if too few nodes are left. Other refusals, such as an invalid account, are not
+about nodes."""
 
 
 def exclusion(script: Path, nodes: Sequence[str]) -> list[str]:
-    """Return the option that excludes `nodes`, and those that the script excludes itself.
+    """Return the option that excludes `nodes` in addition to those that the script excludes.
 
-    An option on the command line takes the place of the script's own.
+    An option on the command line replaces the script's own.
     """
     if not nodes:
         return []
@@ -39,9 +39,9 @@ def leave_out(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the nodes to exclude from this job, and lines to print about them.
 
-    As few suspects as possible are forgiven: nodes that only went down before those with errors of
-    their hardware, the oldest evidence first. Where the job could not even run on all nodes that
-    are up, none is left out, and it waits for whichever comes.
+    As few suspects as possible are readmitted: nodes that merely went down before those with
+    hardware errors, oldest evidence first. If the job could not run even on all nodes that are up,
+    none is excluded, and the job waits for any nodes.
     """
     reasons = node_blocklist.reasons(suspects, now_s)
     worst_last = sorted(

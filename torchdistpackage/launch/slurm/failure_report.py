@@ -1,4 +1,5 @@
-"""The last block of a job's main log, and its exit code: which rank failed first, and how.
+"""Write the last block of a job's main log: which rank failed first, and how. Its exit code is the
+job's.
 
 Run by the batch script when the ranks are gone and left no decision:
 
@@ -42,13 +43,13 @@ from torchdistpackage.launch.slurm.runs import decision, progress
 from torchdistpackage.run_files import METRICS, RunDir
 
 CANNOT_WRITE = 73
-"""Exit code of a job whose run folder takes nothing (EX_CANTCREAT)."""
+"""Exit code of a job whose run folder cannot be written (EX_CANTCREAT)."""
 _PROBE_BYTES = 1 << 16
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]*)?")
 
 
 def exit_code(failure: Failure) -> int:
-    """Return an exit code as a shell has it: 1 to 255, with 128 + n for signal n."""
+    """Return an exit code in a shell's form: 1 to 255, with 128 + n for signal n."""
     code = failure.exit_code
     if code is None:
         return 1
@@ -56,9 +57,9 @@ def exit_code(failure: Failure) -> int:
 
 
 def verdict(run: Path, start: str, code: int, num_ranks: int) -> tuple[str, int]:
-    """Return the block of text that ends the log, and the job's exit code.
+    """Return the final block of the log, and the job's exit code.
 
-    A node that is to blame is noted in the suspects file.
+    A node that is to blame is recorded in the suspects file.
     """
     files = RunDir(run)
     # A step with more ranks may have left reports in this start before.
@@ -98,8 +99,8 @@ def _reached(files: RunDir) -> str:
 def _without_culprit(
     files: RunDir, start: str, code: int, failures: Sequence[Failure], silent: Sequence[int]
 ) -> tuple[str, int]:
-    """Describe a failure of which all reports speak of lost connections: a rank that left no report
-    was lost first.
+    """Describe a failure in which all reports mention lost connections: a rank without a report was
+    lost first.
     """
     nodes = next((s.nodes for s in read_starts(files.starts) if s.start == start), "")
     num_ranks, hosts = len(silent) + len(failures), expand(nodes)
@@ -170,7 +171,9 @@ def main(argv: list[str]) -> int:
 
 
 def keep(log: Path, text: str) -> None:
-    """Leave the reason where the log was, if it was removed: Slurm then writes to no file."""
+    """Write the reason into the log's folder if the log was removed: Slurm then writes to a deleted
+    file.
+    """
     if not log.exists():
         with contextlib.suppress(OSError):
             atomic_write(log, text + "\n")

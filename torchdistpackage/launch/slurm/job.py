@@ -1,8 +1,8 @@
-"""The batch job of a configuration, as a value; and a sweep, which is many runs in one job.
+"""The batch job of a configuration as a value, and a sweep, which is many runs in one job.
 
-The same configuration, folders and code always give the same job. It holds no text of a shell, so
-that other ways to submit read it as well. A task of a sweep's array is a run like any other, with a
-folder and a configuration of its own.
+The same configuration, folders and code always give the same job. It contains no shell text, so
+that other ways of submission can use it as well. Each task of a sweep's array is a normal run with
+its own folder and configuration.
 """
 
 import itertools
@@ -28,7 +28,9 @@ from torchdistpackage.launch.slurm.snapshot import PACKAGE, CodeSnapshot
 from torchdistpackage.run_files import RunDir
 
 _SIGNAL_S = 30
-"""Least seconds between Slurm's own signal and the job's end; Slurm may send it a minute early."""
+"""Fewest seconds between Slurm's own signal and the job's end; Slurm may send the signal a minute
+early.
+"""
 TRAIN = ("-u", "-P", "-m", "torchdistpackage", "train")
 MAX_RUNS = 1000
 """Largest sweep: Slurm's default limit on the tasks of one array."""
@@ -36,8 +38,10 @@ MAX_RUNS = 1000
 
 @dataclass(frozen=True, slots=True)
 class CodePaths:
-    """folder: the snapshot. paths: for PYTHONPATH, in order. workdir: what stands for the current
-    folder, where a user's own modules are looked for."""
+    """Folders for the job's code.
+
+    folder: the snapshot. paths: for PYTHONPATH, in order. workdir: replacement of the current
+    folder, where a user's own modules are found."""
 
     folder: str
     paths: tuple[str, ...]
@@ -46,7 +50,7 @@ class CodePaths:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A job array of several runs. max_parallel: most runs at a time; None for all."""
+    """A job array of several runs. max_parallel: largest number of runs at a time; None for all."""
 
     folder: Path
     max_parallel: int | None = None
@@ -56,7 +60,9 @@ class Sweep:
         return self.folder / "sweep.sbatch"
 
     def log(self, index: int) -> Path:
-        """Return a link to the main log of a task's run, because Slurm knows only the index."""
+        """Return a link to the main log of a task's run, because Slurm knows only the task's
+        index.
+        """
         return self.folder / f"{index}.log"
 
 
@@ -70,7 +76,7 @@ class SweepRun:
 
 @dataclass(frozen=True, slots=True)
 class BatchJob:
-    """One job, or with a `sweep` one array of them, as its script has it.
+    """One job, or with a `sweep` one array of them, in the form its script needs.
 
     options: of sbatch, None for one without a value; comments: above some of them. runs: run
     folders, one for each task of an array. command: words of a task, to which the path of the
@@ -118,7 +124,7 @@ class BatchJob:
 def job_shape(config: RunConfig, bad: Collection[str] = ()) -> JobGeometry:
     """Return the nodes, tasks and CPUs of the job.
 
-    bad: keys that are wrong and reported already; rules that read them are skipped.
+    bad: keys already reported as wrong; rules that read them are skipped.
 
     Raises:
         ConfigError: the options or the degrees do not give one; lists all that is wrong.
@@ -180,7 +186,7 @@ def batch_job(
 
 
 def preview(config: RunConfig, start_folder: Path) -> BatchJob:
-    """Return the job as it would be, without a look at the code: its folder has no name yet."""
+    """Return the job without collecting the code, so the code's folder has no name yet."""
     run = absolute(config, start_folder)
     folder = Path(run.run.dir) / run.run.name
     code = folder / "code" / "SNAPSHOT"
@@ -189,8 +195,9 @@ def preview(config: RunConfig, start_folder: Path) -> BatchJob:
 
 
 def interpreter_of(config: RunConfig, python: str) -> str:
-    """Return the Python of a task: that of `launch.slurm.python`, else `python`, a path, unless a
-    container or conda has its own."""
+    """Return the Python of a task: `launch.slurm.python`, else the path `python`.
+
+    A container or conda environment has its own."""
     section = config.launch.slurm
     if stated := extra_of(section, "python"):
         return stated[0]
@@ -200,18 +207,20 @@ def interpreter_of(config: RunConfig, python: str) -> str:
 
 
 def absolute(config: RunConfig, start_folder: Path) -> RunConfig:
-    """Return the configuration with an absolute `run.dir`, as a job may start in another folder."""
+    """Return the configuration with an absolute `run.dir`, because a job may start in another
+    folder.
+    """
     folder = os.path.normpath(start_folder / config.run.dir)
     return config.model_copy(update={"run": config.run.model_copy(update={"dir": folder})})
 
 
 def _literal(path: Path) -> str:
-    """Return a path for --output, in which a percent sign would start a pattern."""
+    """Return a path for --output with percent signs escaped, because they start patterns."""
     return str(path).replace("%", "%%")
 
 
 def _options(config: RunConfig, shape: JobGeometry) -> tuple[dict[str, str | None], dict[str, str]]:
-    """Return the lines of the header, the layout first, and the comments above some of them."""
+    """Return the options of the header, the layout first, and the comments above some of them."""
     sbatch_options = header(config.launch.slurm)
     options: dict[str, str | None] = {
         "nodes": shape.nodes_text,
@@ -248,7 +257,7 @@ def _options(config: RunConfig, shape: JobGeometry) -> tuple[dict[str, str | Non
 def _of_site(
     path: str, options: dict[str, str | None]
 ) -> tuple[dict[str, str | None], tuple[str, ...]]:
-    """Return the options as the site of the file `path` takes them, and what differs."""
+    """Return the options in the form that the site of file `path` takes, and the differences."""
     asks = "gpu" in (options.get("gres") or "")
     name = "gpus-per-node" if "gpus-per-node" in options else "gres" if asks else None
     fit = fitted(read_site(path), options, name)
@@ -297,9 +306,7 @@ def code_paths(
 def import_folders(
     path: Sequence[str] | None = None, modules: Mapping[str, ModuleType] | None = None
 ) -> tuple[str, ...]:
-    """Return sys.path and the folders of packages that are installed as editable, which may not be
-    on it.
-    """
+    """Return sys.path and the folders of editable packages, which may not be on it."""
     folders = list(sys.path if path is None else path)
     for name, module in list((sys.modules if modules is None else modules).items()):
         # setuptools installs one such module a package; pip's `-e` says so by its name alone.
@@ -347,7 +354,7 @@ def _axis(text: str) -> tuple[str, list[str]]:
 
 
 def _split(text: str) -> list[str]:
-    """Split a text at its commas outside of brackets and quotes, because a value may be a list."""
+    """Split a text at commas outside of brackets and quotes, because a value may be a list."""
     parts, depth, quote = [""], 0, ""
     for character in text:
         if quote:

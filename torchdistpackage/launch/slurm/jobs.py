@@ -1,10 +1,10 @@
 """Query, cancel and resubmit submitted runs.
 
-A run has at most one job that is alive, so nothing is submitted before Slurm has said that all
-earlier ones are over. A submission whose answer was lost is found again, so that it never becomes
-two jobs: its intent is on the disk before sbatch is called, and goes when its job is noted or Slurm
-has surely refused it. The job of an intent that is still there is looked for by the path of its
-script before anything else is submitted; the lock of the run is held by then.
+A run has at most one live job, so nothing is submitted before Slurm has said that all earlier ones
+are over. A submission whose answer was lost is found again, so that it never becomes two jobs: its
+intent is written to disk before sbatch is called, and removed when its job is recorded or Slurm has
+certainly refused it. While an intent exists, its job is searched by the path of its script before
+anything else is submitted; the run's lock is held meanwhile.
 """
 
 import contextlib
@@ -40,14 +40,18 @@ from torchdistpackage.run_files import RunDir
 
 log = logging.getLogger(__name__)
 _LOST = re.compile(r"timed? ?out|contact|connect|communicat|send|recv|message", re.IGNORECASE)
-"""Parts of sbatch's errors that mean that the controller's answer failed, and not the request."""
+"""Substrings of sbatch's errors which mean that the controller's answer was lost, not that the
+request failed.
+"""
 _CLOCKS_DIFFER_S = 60.0
 _SQUEUE = ("squeue", "-h", "--me", "-t", "all", "-o", "%F|%V|%o")
 _TRIES_S = (0.0, 1.0, 3.0)
-"""Seconds to wait before each look for a job whose answer was lost: Slurm lists it a bit later."""
+"""Seconds to wait before each search for a job whose answer was lost; Slurm lists it with a
+delay.
+"""
 
 Intent = tuple[RunDir, Submission]
-"""The folder and the record of a job to note: without its id, or with its task of an array."""
+"""Folder and record of a job to note: without its id, or with its task of an array."""
 
 
 def query_runs(runs: Iterable[SubmittedRun], runner: Runner = run_command) -> QueryResult:
@@ -64,7 +68,7 @@ def query_runs(runs: Iterable[SubmittedRun], runner: Runner = run_command) -> Qu
 def active_jobs(
     run: SubmittedRun, runner: Runner = run_command, *, now_s: float | None = None
 ) -> list[JobInfo]:
-    """Return the run's jobs that are not over, or so new that Slurm may not show them yet.
+    """Return the run's jobs that are not over, including those too new to be listed by Slurm.
 
     Raises:
         LaunchError: the controller does not answer.
@@ -76,7 +80,7 @@ def active_jobs(
 
 
 def cancel(runs: Sequence[SubmittedRun], runner: Runner = run_command) -> list[str]:
-    """Cancel every job of the runs that is alive, and return their ids.
+    """Cancel all live jobs of the runs, and return their ids.
 
     Raises:
         LaunchError: none is, or Slurm refuses.
@@ -107,11 +111,11 @@ def resubmit(
     *,
     now_s: float | None = None,
 ) -> Submission:
-    """Submit the run's kept script again, note it in the run folder, and return the new record.
+    """Submit the run's saved script again, record it in the run folder, and return the new record.
 
-    env: the caller's environment; sbatch gets what is the user's of it.
+    env: the caller's environment; sbatch gets the user's variables of it.
 
-    A job of an earlier call whose answer was lost is noted instead.
+    If an earlier call has a job whose answer was lost, that job is recorded instead.
 
     Raises:
         LaunchError: a job of the run is alive, its script is gone, or Slurm refuses.
@@ -164,8 +168,7 @@ def sbatch(
 
 
 def _lost_job(script: Path, since_s: float, noted: Sequence[str], runner: Runner) -> str:
-    """Return the newest job of `script` submitted since then that no one has noted; "" if there is
-    none.
+    """Return the newest unrecorded job of `script` submitted since `since_s`, or "".
 
     Raises:
         LaunchError: the controller does not answer.
@@ -209,7 +212,8 @@ def submit_with_intent(
     runner: Runner,
     sleep: Callable[[float], object] = time.sleep,
 ) -> list[Submission]:
-    """Call sbatch by `call` for a job's id, and note it; the records. A lost answer is looked for.
+    """Submit a job with `call` and record its id; return the records. A lost answer is searched
+    for.
 
     Raises:
         LaunchError: what sbatch raised, and Slurm has no such job. It may still come if that is
@@ -229,9 +233,9 @@ def submit_with_intent(
 def _find_taken(
     intents: Sequence[Intent], lost: bool, runner: Runner, sleep: Callable[[float], object]
 ) -> str:
-    """Return the id of a job that Slurm accepted although sbatch reported none; else "".
+    """Return the id of a job that Slurm accepted although sbatch reported none, or "".
 
-    lost: it is not known whether Slurm accepted the job, so wait for it, and keep the intents.
+    lost: it is unknown whether Slurm accepted the job, so wait for it and keep the intents.
     """
     files, record = intents[0]
     noted = [r.job for r in read_records(files.records)]

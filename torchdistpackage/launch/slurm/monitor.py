@@ -1,6 +1,6 @@
 """Watch one job, and submit it again when it fails.
 
-`next_step` decides from what was seen and the time, and does nothing; `monitor` carries it out.
+`next_step` is a pure decision from observations and the time; `monitor` carries it out.
 """
 
 import re
@@ -34,10 +34,10 @@ _ARRAY = re.compile(r"^#SBATCH\s+(--array|-a)\b", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class ResubmitLimits:
-    """Limits of the monitor: how often, and how soon, it submits a job again.
+    """Limits of the monitor: how often and how soon it resubmits a job.
 
-    healthy_s: a job that lived so long counts as one that made progress, without steps to show it.
-    unknown_s: how long Slurm may know nothing of the job before it is given up.
+    healthy_s: a job that lived this long counts as having made progress, even without steps.
+    unknown_s: how long Slurm may not know the job before it is given up.
     """
 
     max_resubmits: int = 5
@@ -50,11 +50,11 @@ class ResubmitLimits:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One submission, as far as it was watched.
+    """One submission, as far as it was observed.
 
-    seen_s: when Slurm last knew it, at first the time of its submission. ended_s: when it was first
-    seen dead. steps: how many it got further, None where they are not counted. word: what its ranks
-    decided in the end.
+    seen_s: when Slurm last knew it; initially its submission. ended_s: when it was first seen dead.
+    steps: how many steps it progressed, None if steps are not counted. word: the final decision of
+    its ranks.
     """
 
     job: str
@@ -81,7 +81,7 @@ class Resubmit:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """outcome: how the job ended, or UNKNOWN."""
+    """The result of the monitor. outcome: how the job ended, or UNKNOWN."""
 
     outcome: Outcome
     reason: str
@@ -90,9 +90,9 @@ class Stop:
 def next_step(
     history: Sequence[Attempt], info: JobInfo, now_s: float, limits: ResubmitLimits
 ) -> Wait | Resubmit | Stop:
-    """Return what to do about the job now: wait, submit it again, or stop.
+    """Return the next action for the job: wait, resubmit, or stop.
 
-    history: all submissions so far, the present one last.
+    history: all submissions so far, the current one last.
     """
     silent_s = now_s - history[-1].seen_s
     if info.outcome is Outcome.FAILED:
@@ -135,8 +135,9 @@ def _after_death(
 
 
 def back_off_s(history: Sequence[Attempt], limits: ResubmitLimits) -> float:
-    """Return the seconds to wait before a resubmission: they double with each death in a row that
-    brought no progress.
+    """Return the seconds to wait before a resubmission.
+
+    They double with each consecutive death without progress.
     """
     in_a_row = 0
     for attempt in reversed(history):
@@ -147,7 +148,7 @@ def back_off_s(history: Sequence[Attempt], limits: ResubmitLimits) -> float:
 
 
 class RunTarget:
-    """A submitted run. Its folder is read anew each time, since others may submit it too."""
+    """A submitted run. Its folder is read anew each time, because others may resubmit it too."""
 
     def __init__(
         self, run: SubmittedRun, env: Mapping[str, str], runner: Runner = run_command
@@ -166,7 +167,7 @@ class RunTarget:
         return progress(self._run.files).step or 0
 
     def word(self) -> Decision | None:
-        """Return what the ranks decided when the newest job ended."""
+        """Return the ranks' decision at the end of the newest job."""
         return last_decision(self._now())
 
     def resubmit(self) -> str:
@@ -211,10 +212,10 @@ def monitor(
     sleep: Callable[[float], object] = time.sleep,
     say: Callable[[str], object] = lambda line: None,
 ) -> Stop:
-    """Watch `target` to its end, and submit it again as `limits` allow; returns why it stopped.
+    """Watch `target` to its end, and resubmit it as `limits` allow; return why it stopped.
 
-    say: called with a line for every turn of events. An interrupt ends the watching and nothing
-    else: the job does not hear of it.
+    say: called with one line for each event. An interrupt ends only the watching; the job is not
+    affected.
 
     Raises:
         LaunchError: Slurm refused to take the job again more often than `max_resubmits`, or gave no
@@ -262,7 +263,7 @@ def monitor(
 def _observed(
     attempt: Attempt, info: JobInfo, target: Target, first_step: int, now_s: float
 ) -> Attempt:
-    """Return the attempt with what Slurm says of it now. first_step: step at which its job
+    """Return the attempt updated with Slurm's current answer. first_step: step at which its job
     began.
     """
     if info.state:
@@ -287,7 +288,9 @@ def _submit_again(
     sleep: Callable[[float], object],
     say: Callable[[str], object],
 ) -> str:
-    """Keep asking while Slurm refuses, as it does while it restarts or a user has too many jobs."""
+    """Keep asking while Slurm refuses, as it does during a restart or if a user has too many
+    jobs.
+    """
     refused = 0
     while True:
         try:

@@ -1,8 +1,8 @@
 """Suspect nodes: `suspects.jsonl` next to the runs, with one piece of evidence on each line.
 
-Evidence has a weight and an end, and a node is left out while the evidence that is still valid
-weighs 1 together. What the user's own code does (an exception, too much memory) is none. A start of
-a job counts once against a node, however often it is reported.
+Evidence has a weight and expires. A node is excluded while its valid evidence weighs at least 1 in
+total. Errors of the user's own code (an exception, too much memory) are no evidence. A job start
+counts once against a node, however often it is reported.
 """
 
 import logging
@@ -46,9 +46,9 @@ _HARDWARE = (
 """Hardware faults, and the texts by which CUDA, its driver and NCCL report them."""
 
 _DOWN = re.compile(r"(down|fail|failing)\*?", re.IGNORECASE)
-"""States of a node that broke; one that is drained or powered off did not."""
+"""States of a broken node; drained or powered-off nodes are not broken."""
 _NOTICED_S = 900.0
-"""A job may end with its connections, long before Slurm gives up the node that broke them."""
+"""Seconds until Slurm notices a lost node; a job may end with its connections long before."""
 _CLOCKS_DIFFER_S = 60.0
 
 
@@ -72,9 +72,10 @@ class NodeIncident:
 def incident_of(
     failure: Failure, job: str, now_s: float, others: Sequence[Failure] = ()
 ) -> NodeIncident | None:
-    """Return the evidence against its node in the failure that ended a start, if there is any.
+    """Return the evidence against a node in the failure that ended a start, if any.
 
-    others: of this start. A node that reported a rank's end after the alarm of a hang is not gone.
+    others: failures of the same start. A node that reported a rank's end after the alarm of a hang
+    is still alive.
     """
     reason, node = _reason(failure), failure.host.partition(".")[0]
     # a watcher ends its rank only after others have failed, whatever the clocks of two hosts say
@@ -93,7 +94,8 @@ def incident_of(
 def record(path: Path, evidence: NodeIncident) -> None:
     """Append a piece of evidence.
 
-    Where that cannot be, a warning is logged: a job that ends has more important things to say.
+    If that fails, a warning is logged instead of an error: a job that ends has more important
+    things to report.
     """
     try:
         append_json(path, asdict(evidence))
@@ -102,9 +104,9 @@ def record(path: Path, evidence: NodeIncident) -> None:
 
 
 def read(path: Path) -> list[NodeIncident]:
-    """Return all evidence, also expired evidence.
+    """Return all evidence, including expired evidence.
 
-    Lines that are none are passed over with a warning, and so is what is no file.
+    Invalid lines, and a path that is no file, are skipped with a warning.
     """
     try:
         evidence, bad = read_json_lines(path, _parse)
@@ -138,7 +140,7 @@ def excluded(path: Path, now_s: float) -> tuple[str, ...]:
 
 
 def explain(path: Path, now_s: float, of: Collection[str] | None = None) -> str:
-    """Return a line for each excluded node and why; "" if none is. of: names of nodes to list."""
+    """Return one line for each excluded node with the reason, or "". of: names of nodes to list."""
     evidence_of = {n: e for n, e in reasons(path, now_s).items() if of is None or n in of}
     lines = [f"leaving out {'; '.join(map(str, evidence))}" for evidence in evidence_of.values()]
     return "\n".join([*lines, f"({path} says so; remove a line to forgive)"]) if evidence_of else ""
@@ -151,11 +153,11 @@ def record_failed_nodes(
     *,
     now_s: float | None = None,
 ) -> list[NodeIncident]:
-    """Record the nodes that broke under the start before this one; returns what is new.
+    """Record the nodes that broke during the previous start; return the new evidence.
 
-    env: this start's, or a submission's, outside of any job. Slurm is asked which of that start's
-    nodes are down now, and its accounting, if there is one, which were down in between. A start
-    whose ranks left a decision lost no node; the batch script leaves one where a node is silent.
+    env: environment of this start, or of a submission outside any job. Slurm is asked which nodes
+    of that start are down now, and its accounting, if any, which were down in between. A start
+    whose ranks left a decision lost no node; the batch script leaves one if a node is silent.
     """
     now = time.time() if now_s is None else now_s
     earlier = [s for s in read_starts(files.starts) if s.start != attempt_id(env)]
@@ -220,7 +222,7 @@ def _end_s(start: Start, runner: Runner) -> float | None:
 
 
 def _rows(runner: Runner, *command: str) -> list[list[str]]:
-    """Return the rows that a command lists, split into fields; none if the command fails."""
+    """Return the rows that a command prints, split into fields; none if the command fails."""
     try:
         ran = runner(command)
     except LaunchError as error:

@@ -1,7 +1,7 @@
 """Ask Slurm for the states of jobs: its commands, its states, and what they mean.
 
-A job is over only when a word of the table says so. A word that is not in it, or no answer at all,
-is "unknown", and nothing is ever resubmitted or cancelled because of it.
+A job is over only if a state of the table says so. A state that is not in it, or no answer, is
+"unknown", and nothing is ever resubmitted or cancelled because of it.
 
 The controller is right about what it knows. The accounting lags behind it by seconds (a job that is
 being requeued is NODE_FAIL there), so it only adds to the controller's answer, and speaks for jobs
@@ -21,15 +21,21 @@ from enum import StrEnum
 from torchdistpackage.errors import LaunchError
 
 TIMEOUT_S = 60.0
-"""A busy controller takes its time; one that is away makes the client wait for longer than this."""
+"""Time limit of a command in seconds. A busy controller is slow; if it is away, the client waits
+longer than this.
+"""
 GRACE_S = 60.0
-"""A job without a state is not given up for so long after it was submitted or last seen."""
+"""Seconds after submission or the last sighting during which a job without a state is not given
+up.
+"""
 _EARLIER_S = 3600.0
-"""The accounting is asked for jobs from so long before the first submission on: clocks differ."""
+"""Seconds before the first submission from which the accounting is queried, because clocks
+differ.
+"""
 
 
 _ERROR_LINES = 4
-"""Most lines of an error that are shown."""
+"""Largest number of lines shown of an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,7 @@ class CompletedCommand:
 
     @property
     def why(self) -> str:
-        """The lines of the error, else the first line; a site may print more around them."""
+        """The error's relevant lines, else the first line; a site may print more around them."""
         lines = [line.strip() for line in (self.err or self.out).splitlines() if line.strip()]
         if errors := [line for line in lines if "error:" in line.lower()]:
             return "; ".join(dict.fromkeys(errors[:_ERROR_LINES]))
@@ -50,11 +56,11 @@ class CompletedCommand:
 
 
 Runner = Callable[..., CompletedCommand]
-"""Runs a command (words, and env=) to its end; raises a LaunchError only where that cannot be."""
+"""Runs a command (words, and env=) to its end; raises LaunchError only if it cannot be run."""
 
 
 class CommandTimeout(LaunchError):
-    """A command was given up; what it was to do may have been done."""
+    """A command was given up; its request may nevertheless have taken effect."""
 
 
 def run_command(
@@ -91,10 +97,10 @@ def run_command(
 
 
 def job_id_of(text: str) -> str:
-    """Return the id in the answer of `sbatch --parsable`; "" if there is none.
+    """Return the id in the answer of `sbatch --parsable`, or "".
 
-    A wrapper of the site may print lines before and after it, or leave out the option; on a site of
-    several clusters `;cluster` follows the id.
+    A site's wrapper may print lines before and after it, or drop the option; on a site with several
+    clusters `;cluster` follows the id.
     """
     ids = re.findall(r"^(?:Submitted batch job )?(\d+)(?:;.*| on cluster .*)?$", text, re.MULTILINE)
     return ids[-1] if ids else ""
@@ -161,10 +167,10 @@ _STATES = {
 }
 
 OUTCOMES = {state: outcome for outcome, states in _STATES.items() for state in states}
-"""Slurm's word -> what it means. PREEMPTED is shown for a job that Slurm does not requeue."""
+"""Slurm's state -> its meaning. PREEMPTED is shown for a job that Slurm does not requeue."""
 
 NOT_ITS_FAULT = frozenset({"NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "LAUNCH_FAILED"})
-"""Ways to end that say nothing about the job itself."""
+"""Ways to end that the job itself did not cause."""
 
 SQUEUE_FIELDS = (
     "JobArrayID:40",
@@ -175,7 +181,7 @@ SQUEUE_FIELDS = (
     "NodeList:4000",
     "Reason:200",
 )
-"""Fields with widths, as squeue cuts a field without a width at 20 characters."""
+"""Fields with widths, because squeue cuts a field without a width at 20 characters."""
 SEPARATOR = "|"
 SQUEUE = ("squeue", "-h", "-r", "-t", "all", "-O", ",".join(f + SEPARATOR for f in SQUEUE_FIELDS))
 SACCT_FIELDS = ("JobID", "State", "ExitCode", "ElapsedRaw", "NodeList", "Reason")
@@ -186,9 +192,9 @@ SACCT = ("sacct", "-D", "-X", "-n", "-P", f"--delimiter={SEPARATOR}", "-o", ",".
 class JobInfo:
     """Slurm's information about a job, or about one task of an array.
 
-    state: Slurm's word, "" if it has none. reason: why it waits, or why it ended. nodes: Slurm's
-        host list. exit_code: as a shell would say it (128 and the signal), None while it is not
-        known. restarts: None where no one counts them. by: who cancelled it, if that is known.
+    state: Slurm's word, "" if it has none. reason: why it waits or ended. nodes: Slurm's host list.
+    exit_code: in a shell's form (128 + signal), None while unknown. restarts: None if nobody counts
+    them. by: who cancelled it, if known.
     """
 
     job: str
@@ -211,15 +217,17 @@ class JobInfo:
 
 
 def array_job_id(job: str) -> str:
-    """Return the id that a job is submitted under: `123` for `123_4`, `123_[0-3%2]` and `123+1`."""
+    """Return the id under which a job is submitted: `123` for `123_4`, `123_[0-3%2]` and
+    `123+1`.
+    """
     return re.split(r"[_+]", job, maxsplit=1)[0]
 
 
 def expand_array(job: str) -> tuple[str, ...]:
-    """Return the ids that an id of squeue or sacct stands for: `7_[0-4:2,9%2]` is 7_0, 7_2, 7_4,
-    7_9.
+    """Return the ids behind an id of squeue or sacct: `7_[0-4:2,9%2]` means 7_0, 7_2, 7_4, 7_9.
 
-    Work tasks of an array share a line. A list that Slurm cut short (`...`) gives what is there.
+    Waiting tasks of an array share a line. A list that Slurm truncated (`...`) gives the listed
+    ones.
     """
     match = re.fullmatch(r"(\d+)_\[([^]]*)\]?", job)
     if match is None:
@@ -252,9 +260,9 @@ def parse_squeue(text: str) -> dict[str, JobInfo]:
 
 
 def parse_sacct(text: str) -> dict[str, JobInfo]:
-    """Parse the output of `SACCT`; lines of another shape are skipped.
+    """Parse the output of `SACCT`; lines of another form are skipped.
 
-    A job that was requeued has a row for each start, in order: the last one counts.
+    A requeued job has one row for each start, in order: the last one counts.
     """
     jobs: dict[str, JobInfo] = {}
     for job, state, status, elapsed, nodes, reason in _rows(text, len(SACCT_FIELDS)):
@@ -278,8 +286,8 @@ def parse_sacct(text: str) -> dict[str, JobInfo]:
 
 
 def merge_array(job: str, jobs: Iterable[JobInfo]) -> JobInfo:
-    """Merge the tasks of an array into one: alive while one task is, and then with the worst of
-    their ends.
+    """Merge the tasks of an array into one: alive while one task is, then with the worst of their
+    ends.
     """
     parts = sorted(jobs, key=lambda info: info.job)
     order = (Outcome.ALIVE, Outcome.UNKNOWN, Outcome.FAILED, Outcome.CANCELLED, Outcome.SUCCEEDED)
@@ -306,9 +314,9 @@ def seconds_of(text: str) -> float | None:
 
 
 def _exit_code(state: str, code: int, signum: int) -> int | None:
-    """Return the exit code as a shell would; None for a job that is not over.
+    """Return the exit code in a shell's form; None for a job that is not over.
 
-    A signal above 64 is not the kernel's: Slurm notes 125 when a job ran out of memory.
+    A signal above 64 is not the kernel's: Slurm records 125 when a job ran out of memory.
     """
     if signum > 64 or OUTCOMES.get(state) is Outcome.ALIVE:
         return None
@@ -317,7 +325,7 @@ def _exit_code(state: str, code: int, signum: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class QueryResult:
-    """The answer of Slurm. jobs: every requested id. notes: queries that failed, and why."""
+    """Slurm's answer. jobs: every requested id. notes: queries that failed, with the reason."""
 
     jobs: Mapping[str, JobInfo]
     notes: tuple[str, ...] = ()
@@ -326,10 +334,10 @@ class QueryResult:
 def query_jobs(
     ids: Sequence[str], runner: Runner = run_command, *, since_s: float | None = None
 ) -> QueryResult:
-    """Return the states of jobs; one that Slurm does not know, yet or any more, has none.
+    """Return the states of jobs; a job that Slurm does not know (yet, or any more) has no state.
 
-    ids: `123`, or `123_4` for a task of an array; `123` of an array is its tasks taken together.
-    since_s: when the earliest was submitted; keeps out jobs of long ago that had the same ids.
+    ids: `123`, or `123_4` for a task of an array; `123` of an array means all its tasks. since_s:
+    submission time of the earliest; it excludes older jobs with the same ids.
 
     Raises:
         LaunchError: the controller does not answer, so a job may be there all the same.
@@ -386,8 +394,8 @@ def parse_scontrol(text: str) -> dict[str, JobInfo]:
 
 
 def _shown_by_scontrol(joined_ids: str, runner: Runner) -> dict[str, JobInfo] | None:
-    """Return the jobs as scontrol shows them, for sites that refuse squeue; None if it does not
-    answer either."""
+    """Return the jobs from scontrol, for sites that refuse squeue; None if it does not answer
+    either."""
     jobs: dict[str, JobInfo] = {}
     for job in joined_ids.split(","):
         try:

@@ -1,4 +1,4 @@
-"""Estimate when nodes could start, from what Slurm says of its nodes and its queue.
+"""Estimate when nodes could start, from Slurm's list of nodes and its queue.
 
 Nodes are idle now, come free when a running job ends, and are taken when a waiting job starts. A
 new job delays none of these, so it starts at the first moment from which on its nodes stay free for
@@ -17,17 +17,17 @@ from torchdistpackage.launch.slurm.query import SEPARATOR, Runner, run_command, 
 SINFO = ("sinfo", "-h", "-N", "-o", SEPARATOR.join(("%N", "%P", "%t")))
 RUNNING = ("squeue", "-h", "-t", "R,CG", "-o", SEPARATOR.join(("%P", "%D", "%e")))
 WAITING = ("squeue", "-h", "--start", "-o", SEPARATOR.join(("%P", "%D", "%S", "%l")))
-"""Times are in seconds since 1970, as `run_command` asks for them."""
+"""Command that lists waiting jobs, with times in seconds since 1970."""
 _IDLE = re.compile(r"(idle|plnd)[~#%]*")
-"""States of nodes that take a job, also those that are powered up for it first, and those that wait
-for the start of a job that `WAITING` lists."""
+"""States of available nodes: idle, powered up on demand, or reserved for a job that `WAITING`
+lists."""
 _GONE = re.compile(r"(down|drain|drng|fail|maint|unk|no_?resp|inval|resv)|.*\*")
 
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """Nodes of one partition. partition: its name. total: nodes that can run jobs. idle: of these,
-    those without a job. changes: (seconds since 1970, nodes that come free, or go if negative).
+    """Nodes of one partition. total: nodes that can run jobs. idle: those without a job. changes:
+    (seconds since 1970, nodes that become free, or negative if they are taken).
     """
 
     partition: str
@@ -36,7 +36,7 @@ class QueueState:
     changes: tuple[tuple[float, int], ...]
 
     def start_s(self, nodes: int, now_s: float, limit_s: float = inf) -> float | None:
-        """Return when so many nodes are free for so long; None if they never are."""
+        """Return when `nodes` nodes are free for `limit_s` seconds, or None if never."""
         if nodes > self.total:
             return None
         free, start = self.idle, now_s if self.idle >= nodes else None
@@ -53,7 +53,7 @@ class QueueState:
 
 
 def query_queue(partition: str | None = None, runner: Runner = run_command) -> QueueState:
-    """Ask Slurm for the nodes and jobs of a partition; None: the default one.
+    """Ask Slurm for the nodes and jobs of a partition; None means the default one.
 
     Raises:
         LaunchError: Slurm does not answer, or has no such partition.

@@ -1,7 +1,8 @@
-"""Decide when a run must end and whether it is requeued; and requeue a job that has no script.
+"""Decide when a run must end and whether it is requeued, and requeue a job without a script of
+ours.
 
-The functions that decide read no clock, signal or file: callers pass what was measured. Times are
-in seconds, and points in time count from 1970.
+The deciding functions read no clock, signal or file: callers pass measurements. Durations are in
+seconds, and points in time count from 1970.
 
 If no batch script of `tdp submit` waits for the decision, the job requeues itself. One process of
 it asks Slurm, once, after all ranks have ended, and only while the job runs: in any other state
@@ -29,25 +30,22 @@ if TYPE_CHECKING:
     from torchdistpackage.config.schema import RequeueSection
 
 EXIT_TEMPFAIL = 75
-"""Exit code of a run that saved and ended early; started again, it goes on (EX_TEMPFAIL)."""
+"""Exit code of a run that saved and ended early; a new start continues it (EX_TEMPFAIL)."""
 EXIT_REQUEUE_DENIED = 76
 """Exit code of a job that could not be requeued, or whose ranks left no decision."""
 NODE_SILENT = "a node that the ranks need starts no task"
-"""The reason in a decision that the batch script made because its ranks made none."""
+"""Reason in a decision made by the batch script because its ranks made none."""
 _QUANTILE = 0.98
 """Quantile of measured durations. It is high, because one step too many costs all steps since the
 last save."""
 _UNKNOWN_SAVE_STEPS = 10
 _UNKNOWN_SAVE_S = 10.0
-"""Least assumed seconds of a save before one was measured; otherwise it is assumed to take ten
-steps."""
+"""Assumed seconds of a save, at least, before one was measured; otherwise ten steps."""
 _WAITS_S = (0.0, 1.0, 4.0)
 
 
 class RequeueDecision(StrEnum):
-    """The action of the batch script after all ranks have ended; first word of the decision
-    file.
-    """
+    """Action of the batch script after all ranks have ended; first word of the decision file."""
 
     FINISHED = "finished"
     REQUEUE = "requeue"  # put the same job back in the queue, under its id
@@ -58,7 +56,7 @@ class RequeueDecision(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The decision of all ranks and its reason, as one line for people and the batch script."""
+    """The decision of all ranks with its reason, in one line for people and the batch script."""
 
     word: RequeueDecision
     reason: str
@@ -82,7 +80,7 @@ class Decision:
 
 
 def quantile(values: Sequence[float], q: float = _QUANTILE) -> float:
-    """Return the smallest of `values` that at least the share `q` of them does not exceed; 0 if
+    """Return the smallest of `values` such that at least a fraction `q` of them is not larger; 0 if
     there are none.
     """
     ordered = sorted(values)
@@ -92,12 +90,12 @@ def quantile(values: Sequence[float], q: float = _QUANTILE) -> float:
 def required_time_s(
     step_s: Sequence[float], save_s: Sequence[float], margin_s: float, ahead: int = 2
 ) -> float:
-    """Return the seconds that must be left before a step for the next steps and saves to fit.
+    """Return the seconds that must remain before a step for the next steps and saves to fit.
 
-    ahead: steps that are done if this one is begun without the wish to end. Two, because what is
-    wished for in a step ends the run after it: to let this one pass is to do the next one too.
-    Two saves, because a periodic one may fall due just before the last. `step_s` and `save_s`
-    are durations seen so far, steps without saves.
+    ahead: steps that still run if this one starts without a stop request. It is two, because a
+    request made during a step ends the run after that step: skipping it now means running the next
+    step too. Two saves are included, because a periodic one may come just before the last. `step_s`
+    and `save_s` are measured durations, steps without saves.
     """
     step = quantile(step_s)
     save = quantile(save_s) if save_s else max(_UNKNOWN_SAVE_STEPS * step, _UNKNOWN_SAVE_S)
@@ -112,7 +110,7 @@ def time_is_up(
     margin_s: float,
     ahead: int = 2,
 ) -> str:
-    """Return why the step that begins now must be the last; "" if there is time, or no limit."""
+    """Return why the step that begins now must be the last, or "" if there is time or no limit."""
     if end_s is None:
         return ""
     remaining_s, needed = end_s - now_s, required_time_s(step_s, save_s, margin_s, ahead)
@@ -125,7 +123,7 @@ def time_is_up(
 
 
 class RestartDenial(StrEnum):
-    """The reasons for which a job is not started again."""
+    """Reasons for not restarting a job."""
 
     NO_PROGRESS = "no progress"  # in two starts in a row
     LIMIT = "limit"  # as many restarts as are allowed
@@ -134,10 +132,10 @@ class RestartDenial(StrEnum):
 def restart_denial(
     progress: Sequence[bool], num_starts: int, max_restarts: int
 ) -> RestartDenial | None:
-    """Return why a job may not be started again, by requeue or by the monitor; None if it may.
+    """Return why a job may not be restarted, by requeue or by the monitor; None if it may.
 
-    progress: for each start, the last one last, whether it made progress, or ended through no fault
-        of its own. num_starts: starts that count against the limit, including the first.
+    progress: for each start, oldest first, whether it made progress or ended through no fault of
+    its own. num_starts: starts that count against the limit, including the first.
     """
     if len(progress) >= 2 and not any(progress[-2:]):
         return RestartDenial.NO_PROGRESS
@@ -147,10 +145,10 @@ def restart_denial(
 def restart_denied_reason(
     steps: Sequence[int], step: int, limits: RequeueSection, in_job: int = 0
 ) -> str:
-    """Return why no further start is made after those that began at `steps`; "" if one may be.
+    """Return why no further start follows those that began at `steps`, or "" if one may.
 
-    step: where it would begin. in_job: how many of these were no requeues, but ranks that were
-    started anew in their job.
+    step: where it would begin. in_job: number of those starts that were restarts within their job
+    instead of requeues.
     """
     num = len(steps) - in_job
     progress = [began != ended for began, ended in pairwise([*steps, step])]
@@ -191,8 +189,8 @@ def decide(
 ) -> Decision:
     """Return what to do with a run that was asked to end for `reason` and saved `step`.
 
-    steps: the step at which each start of this job began, the present one last. in_job: see
-        `restart_denied_reason`.
+    steps: the step at which each start of this job began, the current one last. in_job: see
+    `restart_denied_reason`.
     """
     reason = f"after step {step}: {reason}"
     if limits.mode == "never":
@@ -203,13 +201,13 @@ def decide(
 
 
 def read_decision(files: RunDir, env: Mapping[str, str]) -> Decision | None:
-    """Return the decision of the ranks of this start; None if they left none."""
+    """Return the decision of this start's ranks, or None if they left none."""
     path = files.decision(attempt_id(env))
     return Decision.parse(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def restart_denied(files: RunDir, start: Start, limits: RequeueSection) -> str:
-    """Return why this start, which Slurm began by itself, must not train; "" if it may."""
+    """Return why this start, which Slurm began by itself, must not train, or "" if it may."""
     starts = series_of(files, start)
     steps = [s.step for s in starts[:-1]]
     why = restart_denied_reason(steps, start.step, limits, in_job(starts))
@@ -220,15 +218,15 @@ def restart_denied(files: RunDir, start: Start, limits: RequeueSection) -> str:
 
 
 def requeue_id(env: Mapping[str, str]) -> str:
-    """Return the id that `scontrol requeue` needs: that of one task of an array, never of the
-    entire array.
+    """Return the id that `scontrol requeue` needs: that of one task of an array, never the entire
+    array.
     """
     array, task = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else env["SLURM_JOB_ID"]
 
 
 def why_not(mode: str, env: Mapping[str, str], runner: Runner = run_command) -> str:
-    """Return why a job without the script of tdp submit cannot be requeued; "" if it can."""
+    """Return why a job without the script of tdp submit cannot be requeued, or "" if it can."""
     if mode == "never" or env.get("TDP_BATCH"):
         return ""
     cannot = f"job {requeue_id(env)} will not come back by itself"
@@ -250,7 +248,7 @@ def may_requeue(
     runner: Runner = run_command,
     sleep: Callable[[float], object] = time.sleep,
 ) -> bool:
-    """Return whether this job can be requeued, and nobody else is requeueing or cancelling it.
+    """Return whether this job can be requeued and nobody else is requeueing or cancelling it.
 
     A job at its time limit may still be requeued while its processes save.
 
@@ -292,7 +290,7 @@ def requeue_self(
 def _facts(
     env: Mapping[str, str], runner: Runner, sleep: Callable[[float], object]
 ) -> dict[str, str]:
-    """Return what scontrol shows of this job; ask again while it shows nothing.
+    """Return scontrol's information about this job, retrying while it shows nothing.
 
     Raises:
         LaunchError: scontrol fails, or still shows nothing.

@@ -1,8 +1,9 @@
-"""The lines of a batch script that run the ranks: srun, whose failure it was, and the ranks anew.
+"""The lines of a batch script that run the ranks with srun, find the culprit of a failure and
+restart the ranks.
 
-An elastic job goes on with the nodes that answer; any other needs all of its nodes again. The old
-step may hold memory for a minute after its tasks have ended, so nodes are asked until Slurm itself
-would have given a lost one up. Where they still do not do, the job is requeued.
+An elastic job continues with the nodes that answer; any other job needs all of its nodes again. The
+old step may hold memory for a minute after its tasks have ended, so nodes are asked until Slurm
+itself would have declared a lost one dead. If the nodes still do not suffice, the job is requeued.
 """
 
 import shlex
@@ -12,18 +13,18 @@ from torchdistpackage.launch.slurm.job import BatchJob
 from torchdistpackage.launch.slurm.requeue import NODE_SILENT, RequeueDecision
 
 IGNORE_SIGNALS_UNTIL_READY = 'trap "" HUP USR1 USR2; exec "$@"'
-"""Text for sh -c: without it a Python that is still starting would end on a signal that asks it to
-save."""
+"""Prefix for sh -c: without it, a signal that requests a save would kill a Python that is still
+starting."""
 _ANSWERS_S = 30
 """Seconds within which a healthy node starts a task."""
 _LOOK_S = 30
-"""Seconds between two looks whether the first node still belongs to the job."""
+"""Seconds between checks whether the first node still belongs to the job."""
 _STEP = "tdp_ranks"
-"""Name of the step of the ranks, by which it is ended."""
+"""Name of the ranks' step, used to end it."""
 _SLURMD_TIMEOUT_S = 300
 """Slurm's default for how long a node may be silent, in seconds."""
 _STEP_ENDS_S = 60
-"""Seconds for which a step on a live node waits for the end of those on others, and Slurm for
+"""Seconds that a step on a live node waits for tasks on other nodes to end, and Slurm for
 processes."""
 
 
@@ -53,9 +54,9 @@ def srun(job: BatchJob) -> str:
 
 
 def verdict(job: BatchJob, start: str = "_tdp_start", more: str = "") -> tuple[str, str]:
-    """Return shell that finds the rank that failed first, and exits with its code.
+    """Return shell text that finds the rank that failed first and exits with its code.
 
-    start: variable with the name of the start. more: words that allow for another start.
+    start: variable with the name of the start. more: words that allow another start.
     """
     python = shlex.join((*job.extra("container"), *job.python))
     ask = f"""
@@ -186,10 +187,11 @@ _tdp_left_nodes=$_tdp_nodes _tdp_left_tasks=$_tdp_ntasks _tdp_only=()
 
 
 def again(job: BatchJob, start: str) -> str:
-    """Return the same shell text in a loop, which restarts the ranks within the job, on nodes that
-    answer, if the verdict says so.
+    """Return that shell text in a loop that restarts the ranks within the job if the verdict says
+    so.
 
-    A signal to this shell says that the job is about to end.
+    They restart on the nodes that answer. A signal to this shell means that the job is about to
+    end.
     """
     margin_s, mode = job.config.launch.requeue.margin_s, job.config.launch.requeue.mode
     ask, end = verdict(job, "_tdp_own", f' "$_tdp_left" {margin_s:g}')

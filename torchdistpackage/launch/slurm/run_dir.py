@@ -1,8 +1,8 @@
-"""The submissions and the starts of a run, a line each in its folder.
+"""The submissions and starts of a run, one line each in its folder.
 
-What one start of a job leaves behind carries that start's id, so nothing that an earlier start
-wrote counts for this one. Lines are only appended: submissions by what called sbatch, `tdp submit`
-or the batch script that chains a job behind its own; starts by rank 0.
+Files of a job start carry that start's id, so files of an earlier start do not count for this one.
+Lines are only appended: submissions by whatever called sbatch (`tdp submit`, or the batch script
+that chains a job after its own), starts by rank 0.
 """
 
 import socket
@@ -19,9 +19,9 @@ from torchdistpackage.run_files import RunDir
 def attempt_id(env: Mapping[str, str]) -> str:
     """Return `<job id>.<restart count>` of the Slurm job in `env`; "local" outside of one.
 
-    A requeued job keeps its id, and Slurm counts its restarts; the tasks of an array have ids of
-    their own. Where the batch script starts the ranks anew, their number follows: `7.0.1`. A batch
-    script can put the same name together.
+    A requeued job keeps its id, and Slurm counts its restarts; the tasks of an array have their own
+    ids. If the batch script restarts the ranks, their number follows: `7.0.1`. A batch script can
+    build the same name.
     """
     job, attempt = env.get("SLURM_JOB_ID"), env.get("TDP_ATTEMPT", "0")
     start = f"{job}.{env.get('SLURM_RESTART_COUNT') or 0}" if job else "local"
@@ -32,9 +32,9 @@ def attempt_id(env: Mapping[str, str]) -> str:
 class Submission:
     """One submission.
 
-    job: Slurm's id, `123`, or `123_4` of a task of an array. time_s: seconds since 1970. via:
-    "sbatch" or "submitit". script: what sbatch takes to submit this run again. code: the snapshot.
-    nodes: as asked for. host: where it was submitted.
+    job: Slurm's id, `123`, or `123_4` for a task of an array. time_s: seconds since 1970. via:
+    "sbatch" or "submitit". script: sbatch's argument to submit this run again. code: the snapshot.
+    nodes: the requested number. host: where it was submitted.
     """
 
     job: str
@@ -47,7 +47,7 @@ class Submission:
 
 
 def append_record(path: Path, record: Submission) -> None:
-    """Add a submission; the folder is made where it is missing."""
+    """Append a submission, making its folder if missing."""
     append_json(path, asdict(record))
 
 
@@ -66,7 +66,7 @@ def read_records(path: Path) -> tuple[Submission, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One start of a job. Ranks that read before rank 0 has written it make the same.
+    """One start of a job. Ranks that read before rank 0 has written compute the same start.
 
     start: its id. restart: how many starts the run had before. series: the submission that it and
         its requeues go back to. nodes: host list of the step that
@@ -105,7 +105,7 @@ def read_starts(path: Path) -> list[Start]:
 
 
 def this_start(files: RunDir, env: Mapping[str, str], step: int) -> Start:
-    """Return the start that this process belongs to, as noted or as it will be."""
+    """Return the start that this process belongs to, as recorded or as it will be."""
     attempt, earlier = attempt_id(env), read_starts(files.starts)
     if noted := next((s for s in earlier if s.start == attempt), None):
         return noted
@@ -130,12 +130,12 @@ def series_of(files: RunDir, start: Start) -> list[Start]:
 
 
 def append_start(files: RunDir, start: Start) -> None:
-    """Append the start, unless the file has it already."""
+    """Append the start unless the file already has it."""
     if start not in read_starts(files.starts):
         append_json(files.starts, asdict(start))
 
 
 def amend_start(files: RunDir, env: Mapping[str, str], step: int) -> None:
-    """Note where this start really began: a checkpoint may look complete and be damaged."""
+    """Correct where this start really began: a checkpoint may look complete and be damaged."""
     if start := next((s for s in read_starts(files.starts) if s.start == attempt_id(env)), None):
         append_start(files, replace(start, step=step))

@@ -1,8 +1,8 @@
 """Read a run folder: submissions, starts, progress, how the run ended, and logs.
 
-These files are read as they are found, at any moment and from any machine that shares them: what is
-missing or cut short is left out, never an error. A log only grows, and a restart with a file of its
-own comes after the one before, so what was passed on once is never passed on again.
+Reading works at any moment and from any machine that shares the files: missing or truncated data is
+skipped and never an error. A log only grows, and a restart has its own file after the previous one,
+so no text is passed on twice.
 """
 
 import codecs
@@ -46,10 +46,10 @@ _CLOCKS_DIFFER_S = 5.0
 """Largest assumed difference between the clocks of the machine that submits and the nodes."""
 _POLL_S = 0.5
 _ASK_S = 5.0
-"""Seconds between queries of Slurm: each one is work for its controller."""
+"""Seconds between queries of Slurm, because each one burdens its controller."""
 RUNNING, UNKNOWN = "running", "unknown"
 _STATES = {"requeue": "requeued", "chain": "chained", "again": "restarted", "stop": "stopped"}
-"""The state of a run by the word of the decision that ended its last start."""
+"""State of a run by the decision that ended its last start."""
 _OUTCOMES = {
     RUNNING: Outcome.ALIVE,
     "finished": Outcome.SUCCEEDED,
@@ -60,7 +60,7 @@ _OUTCOMES = {
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """The last step in `metrics.jsonl`, how many there are to be, and the last training loss."""
+    """The last step in `metrics.jsonl`, the planned number of steps, and the last training loss."""
 
     step: int | None = None
     num_steps: int | None = None
@@ -69,7 +69,7 @@ class RunProgress:
 
 @dataclass(frozen=True, slots=True)
 class AttemptResult:
-    """The end of one start: what its ranks decided, and which of them failed."""
+    """The end of one start: the decision of its ranks, and which of them failed."""
 
     start: Start
     decision: Decision | None
@@ -98,7 +98,9 @@ class SubmittedRun:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The status of a run. word: Slurm's, or one of ours where Slurm knows nothing (any more)."""
+    """The status of a run. word: Slurm's state, or one of ours if Slurm does not know the job (any
+    more).
+    """
 
     word: str
     outcome: Outcome
@@ -106,16 +108,16 @@ class Status:
 
     @property
     def suffix(self) -> str:
-        """The reason in the form that ends a line."""
+        """Return the reason in the form that ends a line."""
         return f": {self.reason}" if self.reason else ""
 
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """One start of the run: where it began and, as far as that is known, how it ended.
+    """One start of the run: where it began and, as far as known, how it ended.
 
-    attempt: the job and its number, or "local". end_s: None while it runs, or where nothing said
-    when it ended. word, cause: of its end. keys: what was set, each a value and its place.
+    attempt: the job and its number, or "local". end_s: None while it runs, or if its end was not
+    recorded. word, cause: of its end. keys: the keys that were set, each with value and place.
     """
 
     attempt: str
@@ -134,7 +136,7 @@ class RunStart:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """The state of a run, as its folder says. reason: why it ended so, "" if that is not known."""
+    """The state of a run according to its folder. reason: why it ended so, or ""."""
 
     word: str
     reason: str = ""
@@ -144,13 +146,13 @@ class RunState:
 
 
 def read_run(folder: Path) -> SubmittedRun | None:
-    """Return the run of a folder; None if nothing was submitted there."""
+    """Return the run of a folder, or None if nothing was submitted there."""
     records = read_records(RunDir(folder).records)
     return SubmittedRun(folder, tuple(records)) if records else None
 
 
 def find_runs(folder: Path) -> list[SubmittedRun]:
-    """Return all submitted runs in `folder` and in its folders, by the time of their last
+    """Return all submitted runs in `folder` and its subfolders, by time of their last
     submission.
     """
     paths = [p for depth in ("*", "*/*") for p in folder.glob(f"{depth}/{_RECORDS}")]
@@ -159,7 +161,8 @@ def find_runs(folder: Path) -> list[SubmittedRun]:
 
 
 def find(name: str, folder: Path) -> list[SubmittedRun]:
-    """Return the runs that `name` means: a run folder, the name of one in `folder`, or a job id.
+    """Return the runs that `name` refers to: a run folder, the name of one in `folder`, or a job
+    id.
 
     A folder of runs has several, and so has the id of an array.
 
@@ -200,7 +203,7 @@ def single(runs: Sequence[SubmittedRun]) -> SubmittedRun:
 
 
 def progress(files: RunDir) -> RunProgress:
-    """Return how far the run has got, whatever its job does."""
+    """Return how far the run has progressed, whatever the state of its job."""
     step = loss = None
     for row in last_rows(files.metrics):
         step = int(row["step"]) if step is None else step
@@ -227,7 +230,7 @@ def starts(run: SubmittedRun, record: Submission | None = None) -> list[Start]:
 
 
 def decision(files: RunDir, start: Start) -> Decision | None:
-    """Return the decision of the ranks of a start; None if they left none."""
+    """Return the decision of a start's ranks, or None if they left none."""
     try:
         content = read_regular(files.decision(start.start), _TAIL_BYTES)
         return Decision.parse(content.decode(errors="replace"))
@@ -236,7 +239,7 @@ def decision(files: RunDir, start: Start) -> Decision | None:
 
 
 def attempt_results(run: SubmittedRun) -> list[AttemptResult]:
-    """Return every start of the run, with how it ended as far as that is known."""
+    """Return every start of the run, with how it ended as far as known."""
     files = run.files
     return [
         AttemptResult(s, decision(files, s), tuple(read_failure_reports(files.failures(s.start))))
@@ -270,7 +273,7 @@ def status(run: SubmittedRun, info: JobInfo, now_s: float) -> Status:
 
 
 def _own_state(run: SubmittedRun) -> RunState:
-    """Return what the starts of the latest submission say."""
+    """Return the status according to the starts of the latest submission."""
     try:
         events = read_events(run.folder)[0]
     except LaunchError:
@@ -303,10 +306,10 @@ def rank_logs(run: SubmittedRun, rank: int, restart: int | None = None) -> list[
 
 @dataclass(slots=True)
 class LogTail:
-    """Read several growing files as one text, each byte once. read_bytes: where to begin, if not at
-    0.
+    """Reads several growing files as one text, each byte once. read_bytes: where to begin, if not
+    at 0.
 
-    A character of which only a part is written is passed on when the rest is.
+    An incomplete character is held back until its remaining bytes arrive.
     """
 
     read_bytes: dict[Path, int] = field(default_factory=dict[Path, int])
@@ -345,12 +348,13 @@ def follow(
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], object] = time.sleep,
 ) -> Status:
-    """Write what is in `paths()` and what is added to it, until the run's latest job is over.
+    """Write the contents of `paths()` and everything added to them until the run's latest job is
+    over.
 
     A requeue is no end, and neither is a job that depends on this one. While the controller does
-    not answer, it goes on reading the logs.
+    not answer, reading continues.
 
-    tail: what it has read already is not written again.
+    tail: text that it has already read is not written again.
     """
     tail, asked_s, ended = tail or LogTail(), float("-inf"), None
     while ended is None:
@@ -366,7 +370,7 @@ def follow(
 
 
 def _ended(folder: Path, runner: Runner, now_s: float) -> Status | None:
-    """Return how the latest job ended; None while it may go on."""
+    """Return how the latest job ended, or None while it may continue."""
     run = read_run(folder)
     if run is None:
         return None
@@ -383,9 +387,11 @@ def _ended(folder: Path, runner: Runner, now_s: float) -> Status | None:
 def run_starts(
     files: RunDir, events: Sequence[RunEvent], last_sign_s: float | None = None
 ) -> list[RunStart]:
-    """Return the starts by time; an event and a line of job/starts.jsonl of one start are joined.
+    """Return the starts by time, joining an event and a line of job/starts.jsonl for the same
+    start.
 
-    events: of the run. last_sign_s: when it last wrote a row, the end of a start that noted none.
+    events: of the run. last_sign_s: when it last wrote a row, which is the end of a start that
+    recorded none.
 
     Raises:
         LaunchError: job/starts.jsonl is no file that can be read.
@@ -457,7 +463,7 @@ def _start(
 
 
 def state_of(starts: Sequence[RunStart], *, has_rows: bool) -> RunState:
-    """Return the state of a run with these starts: every command that prints one asks here."""
+    """Return the state of a run with these starts; every command that prints a state uses this."""
     if not starts:
         return RunState(UNKNOWN if has_rows else "no start noted")
     last = starts[-1]

@@ -1,4 +1,4 @@
-"""The batch script of a job, as text: plain bash that people can read, keep and submit themselves.
+"""The batch script of a job as text: plain bash that people can read, keep and submit themselves.
 
 It holds all that it needs: it starts the ranks with srun, and when they have ended it does what
 they agreed on (`RunDir.decision`), because a rank may have no Slurm commands where it runs. A
@@ -50,20 +50,18 @@ def render(job: BatchJob) -> str:
 
 
 def setup_lines(job: BatchJob) -> list[str]:
-    """Return what comes before the ranks, whatever starts them: names, environment, code."""
+    """Return the lines before the ranks, for any starter: names, environment, code."""
     return [_place(job), *environment(job)]
 
 
 def verdict_lines(job: BatchJob) -> list[str]:
-    """Return what follows an srun of others: without a decision, the report of the failure."""
+    """Return the lines after an srun of others; without a decision they report the failure."""
     undecided = 'if [ ! -f "$_tdp_run/job/decision.$_tdp_start" ]; then'
     return ["_tdp_status=$?", undecided, *verdict(job), "fi"]
 
 
 def directive(name: str, value: str | None) -> str:
-    """Return a line that sbatch reads, in which a backslash removes the special meaning of what
-    follows.
-    """
+    """Return a directive that sbatch reads, in which a backslash escapes the next character."""
     if value is None:
         return f"#SBATCH --{name}"
     if not _BARE.fullmatch(value):
@@ -147,8 +145,8 @@ _tdp_say "start $_tdp_start on $SLURM_JOB_NODELIST, $(date '+%F %T')"
 
 
 def _commands(job: BatchJob) -> str:
-    """Return lines that add Slurm's commands to PATH where a node does not find them; it may have
-    a PATH of its own."""
+    """Return lines that add Slurm's commands to PATH if a node does not find them; it may have its
+    own PATH."""
     if not job.commands:
         return ""
     return f"""# A node may have a PATH without Slurm's commands.
@@ -298,7 +296,7 @@ exit 0
 
 
 def environment(job: BatchJob) -> list[str]:
-    """Return what comes before the ranks, whatever starts them."""
+    """Return the lines before the ranks, for any starter."""
     ended = '_tdp_say "ended with code $? before a rank was started: modules, conda or prologue"'
     parts = [
         f"""
@@ -361,7 +359,9 @@ if [ -n "$_tdp_end" ]; then export TDP_JOB_END_S="$_tdp_end"; fi
 
 
 def ranks(job: BatchJob) -> list[str]:
-    """Return srun and, for ranks without a decision, the report of the failure; exits its shell."""
+    """Return srun and, for ranks without a decision, the report of the failure; it exits its
+    shell.
+    """
     start = f"""
 # The ranks handle signals: they save and write their decision, on which this
 # script then acts. sh -c ignores them until the Python of a rank does, or a

@@ -1,8 +1,8 @@
-"""Ask a Slurm site what it has, what it wants to be told, and what it refuses.
+"""Ask a Slurm site what it has, which options it requires, and which it refuses.
 
-Partitions, GRES, limits, accounts and QOS are what scontrol, sinfo and sacctmgr print. What a site
-demands or forbids stands nowhere: a submit plugin decides it. So `sbatch --test-only` is asked,
-which goes through the same plugin and puts no job into the queue.
+scontrol, sinfo and sacctmgr print partitions, GRES, limits, accounts and QOS. Required and
+forbidden options are listed nowhere, because a submit plugin decides them. So `sbatch --test-only`
+is asked: it goes through the same plugin and queues no job.
 """
 
 import getpass
@@ -26,9 +26,9 @@ from torchdistpackage.errors import LaunchError
 from torchdistpackage.launch.slurm.query import Runner, job_id_of, run_command
 
 MAX_TRIALS = 150
-"""Most calls of `sbatch --test-only`, each of which takes some hundredths of a second."""
+"""Largest number of calls of `sbatch --test-only`; each takes some hundredths of a second."""
 _CHOICES = 4
-"""Most values of an option that are tried."""
+"""Largest number of tried values of an option."""
 _SETTINGS = (
     "AccountingStorageEnforce",
     "JobRequeue",
@@ -49,7 +49,7 @@ Trial = Mapping[str, str | None]
 
 
 def query_site(runner: Runner = run_command, env: Mapping[str, str] | None = None) -> Site:
-    """Return what Slurm here says about itself and its users, and what it wants to be told.
+    """Return Slurm's information about this site and its users, and the options it requires.
 
     Raises:
         LaunchError: there is no Slurm here, or its controller does not answer.
@@ -86,7 +86,7 @@ def parse_config(text: str) -> dict[str, str]:
 
 
 def parse_partitions(text: str) -> dict[str, SitePartition]:
-    """Parse `scontrol --oneliner show partition`; one that takes no jobs is left out."""
+    """Parse `scontrol --oneliner show partition`; partitions that accept no jobs are left out."""
     partitions: dict[str, SitePartition] = {}
     for line in text.splitlines():
         facts = dict(re.findall(r"(\w+)=(\S*)", line))
@@ -106,7 +106,9 @@ def parse_partitions(text: str) -> dict[str, SitePartition]:
 
 
 def add_nodes(partitions: Mapping[str, SitePartition], text: str) -> dict[str, SitePartition]:
-    """Return the partitions with what `_SINFO` printed of their nodes: a line for each kind."""
+    """Return the partitions with the information that `_SINFO` printed about their nodes, one line
+    for each kind.
+    """
     out = dict(partitions)
     for line in text.splitlines():
         fields = [part.strip() for part in line.split("|")]
@@ -148,7 +150,7 @@ def parse_qos(text: str) -> dict[str, int | None]:
 
 
 def _accounting(runner: Runner) -> tuple[list[str], list[str], dict[str, int | None]]:
-    """Return accounts and QOS of the user, and all QOS; nothing where sacctmgr may not be asked."""
+    """Return the user's accounts and QOS, and all QOS; nothing if sacctmgr may not be asked."""
     ask = ("sacctmgr", "--noheader", "--parsable2", "show")
     try:
         answer = runner(
@@ -169,7 +171,7 @@ def _answer(runner: Runner, *words: str) -> str:
 
 
 class _Trials:
-    """Calls of `sbatch --test-only`, and what they teach about a site."""
+    """Trial calls of `sbatch --test-only`, and the conclusions about a site."""
 
     def __init__(self, runner: Runner, env: Mapping[str, str]) -> None:
         self._runner = runner
@@ -177,7 +179,7 @@ class _Trials:
         self._left = MAX_TRIALS
 
     def refusal(self, trial: Trial) -> str:
-        """Return why Slurm refuses a job of one minute with these options; "" if it takes it."""
+        """Return why Slurm refuses a one-minute job with these options, or "" if it accepts it."""
         if self._left <= 0:
             return "not tried"
         self._left -= 1
@@ -187,8 +189,8 @@ class _Trials:
         return "" if ran.code == 0 else ran.why
 
     def learn(self, site: Site) -> Site:
-        """Return the site with options that it demands, options that it refuses, and how it wants
-        to be asked for GPUs.
+        """Return the site with its required options, its refused options, and how it expects GPU
+        requests.
 
         Raises:
             LaunchError: it takes no job at all.
@@ -243,9 +245,9 @@ class _Trials:
     def _gpus(
         self, site: Site, base: Mapping[str, str | None]
     ) -> tuple[tuple[str, str | None] | None, dict[str, str | None]] | None:
-        """Return option and type of a request for GPUs that Slurm takes, with its other options.
+        """Return option and type of a GPU request that Slurm accepts, with its other options.
 
-        ("none", None) where no node has GRES; None as the option where Slurm takes no request.
+        ("none", None) if no node has GRES; None as the option if Slurm accepts no request.
         """
         with_gpus = [name for name in partition_order(site) if site.partitions[name].gpus]
         if not with_gpus:
@@ -265,9 +267,9 @@ class _Trials:
 
 
 def combinations(choices: Mapping[str, Sequence[str]]) -> Iterator[dict[str, str | None]]:
-    """Yield options with one value of some of the choices each, those with the fewest first.
+    """Yield combinations with one value each of some choices, fewest choices first.
 
-    A value such as `mem=100` brings its own name.
+    A value such as `mem=100` contains its own name.
     """
     for count in range(1, len(choices) + 1):
         for chosen in itertools.combinations(choices, count):
@@ -360,7 +362,7 @@ def probe_node(
 
 
 def parse_probe(text: str, now_s: float) -> SiteNode:
-    """Parse what `PROBE` wrote. now_s: when this machine found it, for the difference of clocks."""
+    """Parse the output of `PROBE`. now_s: when this machine found it, to compare clocks."""
     pairs = re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE)
     facts: dict[str, str] = dict(pairs)
     pythons = [value.partition(" ") for name, value in pairs if name == "python"]
@@ -421,7 +423,7 @@ def _plain_gres(gres: str) -> str:
 
 
 def summary(site: Site) -> Iterable[str]:
-    """Yield lines that say what was found."""
+    """Yield lines that summarise the findings."""
     yield f"Slurm {site.slurm}, cluster {site.cluster}"
     for name in partition_order(site):
         part = site.partitions[name]

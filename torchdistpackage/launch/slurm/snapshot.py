@@ -1,9 +1,9 @@
-"""The code of a job as it was at submission, copied into the run folder.
+"""The code of a job as of its submission, copied into the run folder.
 
-Code is what git tracks in the user's folder, as it is now, and what `launch.slurm.files` names;
-only without git, files with a suffix of code are taken, up to a limit. Files are read and hashed
-first, then copied into `code/<hash>/tree`, which appears complete or not at all, so that the code
-of a job that waits cannot change; the same files always have the same folder.
+Code is every file that git tracks in the user's folder, in its current state, and what
+`launch.slurm.files` names; without git, files with a code suffix are taken, up to a limit. Files
+are read and hashed first, then copied into `code/<hash>/tree`, which appears completely or not at
+all, so the code of a waiting job cannot change; equal files always have the same folder.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ PACKAGE = Path(__file__).resolve().parents[2]
 
 KEPT_S = 7 * 24 * 3600.0
 _COPY = re.compile(r"[0-9a-f]{12}|\.[0-9a-f]{12}\..+")
-"""A copy, or one that is being made."""
+"""Pattern of the name of a snapshot, finished or in progress."""
 SUFFIXES = (
     ".py",
     ".pyi",
@@ -47,24 +47,24 @@ SUFFIXES = (
     ".hpp",
     ".typed",
 )
-"""Suffixes of files that are copied where there is no git."""
+"""Suffixes of files that are copied if there is no git."""
 MAX_FILES = 5_000
 MAX_FILE_BYTES = 1 << 20
 MAX_BYTES = 64 << 20
 MAX_SEEN = 100_000
 """Largest number of files to look at without git: the folder may be a home folder, or hold data."""
 LARGE_BYTES = 512 << 20
-"""A snapshot that is worth a remark."""
+"""Size in bytes from which a snapshot is mentioned to the user."""
 _GIT_TIMEOUT_S = 60.0
 _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The files of the code by their paths from `root`, and notes for the user.
+    """The files of the code by path from `root`, and notes for the user.
 
     git: commit, branch and whether files differ from it, for code.json. diff: against the commit.
-    untracked: modules that git does not know.
+    untracked: modules that git does not track.
     """
 
     root: Path
@@ -95,7 +95,7 @@ def tree_of(folder: Path, patterns: Sequence[str] = (), skip: Sequence[Path] = (
 
 
 def _git(folder: Path, *args: str) -> bytes:
-    """Return what git writes; a LaunchError where it is missing or refuses, in its own words."""
+    """Return git's output; raise a LaunchError with git's message if it is missing or refuses."""
     command = ["git", "-C", str(folder), "-c", "core.quotepath=off", *args]
     env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     try:
@@ -141,8 +141,9 @@ def _tracked(root: Path, skip: Sequence[Path]) -> Tree:
 
 
 def _is_file(path: Path) -> bool:
-    """Return whether a path is a file. A link counts as one, wherever it leads; an empty submodule
-    is a folder.
+    """Return whether a path is a file.
+
+    A link counts as one, whatever its target; an empty submodule is a folder.
     """
     return path.is_symlink() or path.is_file()
 
@@ -229,7 +230,7 @@ def some(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFile:
-    """One file: its path inside the snapshot, where it is now, and where it leads if a link."""
+    """One file: its path in the snapshot, its source, and its target if it is a link."""
 
     name: str
     source: Path
@@ -238,7 +239,7 @@ class SnapshotFile:
 
 @dataclass(frozen=True, slots=True)
 class CodeSnapshot:
-    """items: in order of names. digest: of all names and contents."""
+    """The collected code. items: in order of names. digest: of all names and contents."""
 
     tree: Tree
     items: tuple[SnapshotFile, ...]
@@ -246,7 +247,7 @@ class CodeSnapshot:
     num_bytes: int
 
     def folder(self, codes: Path) -> Path:
-        """Return where it lies, or will lie, in the folder of all snapshots."""
+        """Return its current or future place in the folder of all snapshots."""
         return codes / self.digest
 
     @property
@@ -289,7 +290,7 @@ def collect(tree: Tree) -> CodeSnapshot:
 
 
 def materialize(snapshot: CodeSnapshot, codes: Path, host: str, now_s: float) -> Path:
-    """Copy the files into `codes`/<hash>, unless they are there; the folder.
+    """Copy the files into `codes`/<hash> unless they exist; return the folder.
 
     Raises:
         LaunchError: a file was changed since it was read, or cannot be copied.
@@ -338,10 +339,10 @@ def materialize(snapshot: CodeSnapshot, codes: Path, host: str, now_s: float) ->
 
 
 def prune(codes: Path, scripts: Path, now_s: float) -> list[Path]:
-    """Remove the copies that no one needs; returns them. No job of theirs may be alive.
+    """Remove snapshots that are no longer needed, and return them. None of their jobs may be alive.
 
-    These are the ones that no submission has used for KEPT_S and no batch script in the folder
-    `scripts` names, and what submissions that were killed have left unfinished.
+    A snapshot is removed if no submission has used it for KEPT_S and no batch script in the folder
+    `scripts` names it. Leftovers of killed submissions are removed too.
     """
     named = "".join(
         path.read_text(encoding="utf-8", errors="replace") for path in scripts.glob("*.sbatch")
@@ -364,7 +365,7 @@ def _items(root: Path, top: str, names: Iterable[str]) -> list[SnapshotFile]:
     }
 
     def link(path: Path) -> str | None:
-        """Return where a link in the snapshot leads: to the copy, or else to the original."""
+        """Return the target of a link in the snapshot: the copied file, else the original."""
         if not path.is_symlink():
             return None
         leads = path.readlink()

@@ -1,7 +1,7 @@
 """Submit a checked configuration to Slurm.
 
 Everything is computed before anything is written, and everything is written before sbatch is
-called, so a submission that is refused leaves no trace in Slurm.
+called, so a refused submission leaves no trace in Slurm.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ _ADVICE = (
     ("policy", "a limit of your account; ask for less, or wait for your other jobs"),
     ("contact", "the controller is away; see `scontrol ping`; submit again later"),
 )
-"""Maps a part of sbatch's error to advice."""
+"""Substring of sbatch's error -> advice."""
 _ASK_SITE = (
     "; what this site wants, `tdp site` finds out: call it, then write launch: {site: site.yaml}"
 )
@@ -78,9 +78,9 @@ _ASK_SITE = (
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """All that a submission will write and say.
+    """Everything that a submission will write and print.
 
-    runs: each run folder and its configuration. text: of the batch script. notes: for people.
+    runs: each run folder with its configuration. text: of the batch script. notes: for people.
     """
 
     job: BatchJob
@@ -97,7 +97,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """records: one for each run. notes: what was done besides what was asked for."""
+    """The result of a submission. records: one for each run. notes: additional actions."""
 
     records: tuple[Submission, ...]
     notes: tuple[str, ...] = ()
@@ -159,14 +159,14 @@ def prepare(
 
 
 def ensure_sbatch(env: Mapping[str, str]) -> None:
-    """Raise LaunchError where there is no Slurm to submit to."""
+    """Raise LaunchError if there is no Slurm to submit to."""
     if shutil.which("sbatch", path=env.get("PATH")) is None:
         raise LaunchError("there is no sbatch here; submit from where it is, on a login node")
 
 
 def ensure_not_running(prepared: Prepared, runner: Runner = run_command) -> None:
-    """Refuse a submission while a job of the run is active, as two would write to one run folder. A
-    job whose submission got no answer is noted first.
+    """Refuse a submission while a job of the run is active, because two would write to one run
+    folder. A job whose submission got no answer is recorded first.
 
     Raises:
         HeldError: a run writes there that was not submitted.
@@ -197,8 +197,8 @@ def submit_prepared(
 ) -> Submitted:
     """Write all files and submit the job.
 
-    submit_fn: another way than sbatch, by its name `via`: given what was prepared and nodes to
-    leave out it returns the id of each run's job.
+    submit_fn: an alternative to sbatch named `via`: it gets the prepared submission and nodes to
+    exclude, and returns the id of each run's job.
 
     Raises:
         LaunchError: the files cannot be written, or Slurm does not take the job.
@@ -239,7 +239,7 @@ def _sbatch(script: Path, nodes: Sequence[str], env: Mapping[str, str], runner: 
 
 
 def write_run_dir(prepared: Prepared, now_s: float) -> None:
-    """Write all that the job needs: folders, code, configurations and the script.
+    """Write everything that the job needs: folders, code, configurations and the script.
 
     Raises:
         LaunchError: they cannot be written; then all is as before.

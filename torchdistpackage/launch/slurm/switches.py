@@ -1,4 +1,4 @@
-"""The switches or blocks above the nodes of a cluster, as Slurm knows them.
+"""The switches or blocks above the nodes of a cluster, from Slurm.
 
 Read is what `scontrol show topology` prints and `topology.conf`, of the plugins tree and block:
 
@@ -21,14 +21,16 @@ from torchdistpackage.launch.slurm.query import Runner, run_command
 
 SHOW = ("scontrol", "show", "topology")
 FROM_SLURM = "slurm"
-"""Stands for the answer of scontrol where the path of a file is asked for."""
+"""Stands for scontrol's answer where a file path is expected."""
 _KEYS = frozenset({"switchname", "blockname", "aggregatedblock", "blocksizes"})
 
 
 @dataclass(frozen=True, slots=True)
 class SwitchTree:
-    """paths: for each node the switches above it, the lowest first, all of one length: where a
-    branch has fewer levels than another its highest switch is repeated."""
+    """The tree of switches.
+
+    paths: for each node the switches above it, lowest first, all equally long: a branch with fewer
+    levels repeats its highest switch."""
 
     paths: Mapping[str, tuple[str, ...]]
 
@@ -37,7 +39,7 @@ class SwitchTree:
         return len(next(iter(self.paths.values())))
 
     def nodes(self) -> tuple[str, ...]:
-        """Return all nodes, those of one switch side by side."""
+        """Return all nodes, with those of one switch adjacent."""
         # nodes keep the order in which their highest switch was met first, then the next lower
         order: dict[str, int] = {}
         for path in self.paths.values():
@@ -50,7 +52,7 @@ class SwitchTree:
 
 @dataclass(slots=True)
 class _Switch:
-    """line: where it is named, such as topology.conf:3."""
+    """One switch. line: where it is defined, such as topology.conf:3."""
 
     line: str
     nodes: tuple[str, ...] = ()
@@ -74,7 +76,7 @@ class _Read:
 
 
 def read_switches(source: str, runner: Runner = run_command) -> SwitchTree:
-    """Read a file, or with the source "slurm" what scontrol says here.
+    """Read the tree from a file, or from scontrol here if the source is "slurm".
 
     Raises:
         ConfigError: the file cannot be read, or names no tree; says the line.
@@ -100,7 +102,7 @@ def read_switches(source: str, runner: Runner = run_command) -> SwitchTree:
 
 
 def parse_switches(text: str, source: str) -> SwitchTree:
-    """Return the tree of a text; source: its name in errors.
+    """Return the tree in a text; source: its name in errors.
 
     Raises:
         ConfigError: see `read_switches`.
@@ -135,8 +137,8 @@ def parse_switches(text: str, source: str) -> SwitchTree:
 
 
 def _lines(text: str, source: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield where each line is, and its words by their keys in small letters; a line that ends with
-    a backslash goes on."""
+    """Yield the place of each line and its words by lower-case key; a trailing backslash continues
+    a line."""
     begun, first = "", 0
     for number, line in enumerate(text.splitlines(), 1):
         first = first if begun else number
@@ -209,7 +211,7 @@ def _find_parents(parsed: _Read) -> None:
 
 
 def _path(parsed: _Read, name: str) -> tuple[str, ...]:
-    """Return a switch and those above it, the lowest first."""
+    """Return a switch and those above it, lowest first."""
     if name in parsed.blocks:  # all sizes of aggregated blocks list the blocks themselves
         above = [x for x, switch in parsed.switches.items() if name in switch.children]
         return (name, *sorted(above, key=lambda x: len(parsed.switches[x].children)))
