@@ -113,6 +113,11 @@ BROKEN_MODELS: list[tuple[dict[str, Any], str, str]] = [
         "adapters model.hf=m/config.json weights set model.hf folder",
     ),
     (
+        {"optim__name": "muon", "model__hf": "m", "model__lora": {"target": ("q_proj",)}},
+        "optim.name",
+        "optim.name=muon model.lora.target=[q_proj] lora_A lora_B use optim.name=adamw",
+    ),
+    (
         {"model__lora": {"r": 4, "alpha": 2}},
         "model.lora.r",
         "model.lora.r model.lora.alpha model.lora.target",

@@ -359,6 +359,11 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "optim.name=sgd and optim.target=a:B exclude each other; remove one",
     ),
     (
+        {"optim__muon_exchange": "together"},
+        "optim.muon_exchange",
+        "optim.muon_exchange=together has no effect optim.name=adamw muon",
+    ),
+    (
         {"optim__target": "a:B", "parallel__tensor": 2},
         "optim.name",
         "optim.target=a:B parallel.tensor=2 use data, pipe, context zero adamw",

@@ -82,7 +82,7 @@ def test_iterations_lead_to_the_nearest_orthogonal_matrix():
     assert (inside - torch.diag(inside.diagonal())).abs().max() < 1e-12
 
 
-def stepped(num_ranks: int) -> list[Tensor]:
+def stepped(num_ranks: int, exchange: str = "auto") -> list[Tensor]:
     """The whole weights of an MLP, on each rank, after two steps."""
     group = dist.group.WORLD if num_ranks > 1 else None
     mlp = ParallelMlp(6, 10, gated=True, group=group, dtype=torch.float64)
@@ -92,7 +92,8 @@ def stepped(num_ranks: int) -> list[Tensor]:
         for name, x in collect(mlp).items()
     }
     mlp.from_full(weights)
-    optimizer = Muon([p for p in mlp.parameters() if p.dim() == 2], 0.1)
+    matrices = [p for p in mlp.parameters() if p.dim() == 2]
+    optimizer = Muon(matrices, 0.1, exchange=exchange)
     for _ in range(2):
         optimizer.zero_grad()
         x = torch.randn(4, 2, 6, generator=generator, dtype=torch.float64)
@@ -101,17 +102,27 @@ def stepped(num_ranks: int) -> list[Tensor]:
     return [*mlp.to_full().values()]
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_split_layers_of_a_loop_of_ones_own_step_as_whole_ones(ranks, num_ranks):
+@pytest.mark.parametrize(
+    ("num_ranks", "exchange"),
+    [
+        (2, "gather"),
+        (2, "together"),
+        pytest.param(3, "gather", marks=pytest.mark.full),
+        pytest.param(3, "together", marks=pytest.mark.full),
+    ],
+)
+def test_split_layers_of_a_loop_of_ones_own_step_as_whole_ones(ranks, num_ranks, exchange):
     """Over 3 ranks one owns no matrix, and the parts are uneven."""
     truth = ranks(1).run(stepped, 1)[0]
-    for found in ranks(num_ranks).run(stepped, num_ranks):
+    for found in ranks(num_ranks).run(stepped, num_ranks, exchange):
         for x, y in zip(found, truth, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
-def test_vectors_and_unknown_scales_are_refused():
+def test_vectors_and_unknown_words_are_refused():
     with pytest.raises(ValueError, match=r"shape \(3,\)"):
         Muon([nn.Parameter(torch.ones(3))])
     with pytest.raises(ValueError, match=r"'spectral'.*moonlight, original"):
         Muon([nn.Parameter(torch.ones(3, 3))], scale="spectral")
+    with pytest.raises(ValueError, match=r"'all'.*auto, gather, together"):
+        Muon([nn.Parameter(torch.ones(3, 3))], exchange="all")

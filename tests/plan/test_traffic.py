@@ -54,7 +54,8 @@ TELLING = [
     (4, "gpt2", "context=2", TP, "cp_comm_type=p2p", REDUCE),
     (4, "llama+lora", "data=2", TP, SP, "zero=1", "train.recompute=blocks"),
     (4, "gpt", "data=4", "zero=3", "zero_group=2", *BF16, REDUCE),
-    (4, "gpt", "data=2", "tensor=2", "zero=1", "optim.name=muon"),
+    (4, "gpt", "data=2", "tensor=2", "zero=1", "optim.name=muon", "optim.muon_exchange=together"),
+    (4, "gpt", "tensor=4", "optim.name=muon", "optim.muon_exchange=gather"),
     (4, "gpt", "data=4", "zero=2", "optim.name=muon", "train.recompute=auto", "train.memory_gb=1"),
 ]
 """(4 ranks, model, settings, of which those without a section are of parallel)."""
@@ -105,6 +106,10 @@ def rest():
         yield 4, "gpt", "data=4", "expert=2", *MOE, *group
         yield 4, "gpt", "data=4", "expert=4", *MOE, *group
         yield 4, "gpt", "data=4", "optim.name=muon", *group
+    yield 4, "gpt", "data=2", "tensor=2", "zero=1", "optim.name=muon"
+    yield 2, "gpt", TP, "optim.name=muon", "optim.muon_exchange=gather"
+    experts = "data=2", "expert=2", TP, *MOE, "optim.name=muon"
+    yield 4, "gpt", *experts, "optim.muon_exchange=together"
     yield 4, "gpt", "pipe=2", TP, "pipeline.schedule=zb-v"
     yield 4, "gpt", "pipe=2", "data=2", "pipeline.schedule=interleaved"
     yield 3, "gpt", "context=3", "cp_comm_type=p2p"

@@ -45,6 +45,8 @@ CASES = {
         QWEN3_30B,
         StepLayout(16, 1024, 1, 8, expert=8, zero=1, attention="flash3", expert_bias=True),
     ),
+    "muon": (LLAMA3_8B, replace(PIPE, optimizer="muon")),
+    "muon on experts": (QWEN3_30B, StepLayout(16, 4096, 2, 2, expert=16, optimizer="muon")),
     "eager": (LLAMA3_8B, StepLayout(8, 2048, 1, 2, zero=3, kernels="eager", attention="unfused")),
 }
 H100 = DEVICES["h100-sxm"]
@@ -356,3 +358,25 @@ def test_a_link_without_bandwidth_is_named() -> None:
 def test_a_layout_that_does_not_fit_its_ranks_is_named() -> None:
     with pytest.raises(ConfigError, match=facts_pattern("6 ranks", "4 ranks")):
         StepLayout(6, 128, 1, 1, tensor=4)
+
+
+def test_muon_adds_the_operations_of_its_iterations() -> None:
+    """On one rank 2 (2 s^2 l + s^3) of each matrix, five times; AdamW's bytes cost nothing here."""
+    z = TransformerSizes(2, 64, 4, 2, 16, 96, 128)
+    sides = [(64, 64), (32, 64), (32, 64), (64, 64), (64, 96), (64, 96), (64, 96)]
+    flops = z.layers * sum(10.0 * (2 * s * s * n + s**3) for s, n in sides)
+    device = replace(
+        H100, matmul_times={"bfloat16": ((1.0, 1.0),)}, memory_bytes_per_s=math.inf, is_host=True
+    )
+
+    def seconds(ranks: int, **more: object) -> float:
+        layout = StepLayout(ranks, 32, 1, 1, optimizer="muon", **more)  # type: ignore[arg-type]
+        free = Fabric(LinkModel(), LinkModel(), 8)
+        return step_time(z, layout, device, fabric=free).terms["optimizer"]
+
+    assert seconds(1) == pytest.approx(flops)
+    assert seconds(2) == pytest.approx(flops), "replicas repeat it"
+    assert seconds(2, zero=1) == pytest.approx(flops / 2), "owners share it"
+    assert seconds(2, tensor=2, muon_exchange="gather") == pytest.approx(flops / 2)
+    # the squares of the unsplit side are computed on each rank, and its side is not the shorter one
+    assert seconds(2, tensor=2, muon_exchange="together") > flops / 2

@@ -21,21 +21,37 @@ from torchdistpackage.train.train_state import resume as resume_from
 RANKS_IMPORT = ("bitsandbytes",)
 CONFIG = Path(__file__).parents[2] / "configs" / "gpt_tiny.yaml"
 LAYOUTS = {
-    "muon": [
-        {"tensor": 2},
-        {"data": 2, "tensor": 2, "zero": 1},
-        {"data": 2},
-        {"pipe": 2},
-        {"data": 2, "zero": 1},
-        {"data": 2, "tensor": 2, "zero": 3},
-        {"data": 2, "tensor": 2, "zero": 2},
-        {"context": 2, "tensor": 2},
-    ],
     "adafactor": [{"data": 2, "pipe": 2}, {"data": 2, "zero": 3}, {"context": 2}],
     "adamw8bit": [{"data": 2, "pipe": 2, "zero": 1}, {"data": 2, "zero": 2}, {"pipe": 2}],
     "sgd": [{"data": 2, "zero": 1}, {"tensor": 2}, {"data": 2, "zero": 3}],
     "torch.optim:RAdam": [{"data": 2, "zero": 1}, {"data": 2, "pipe": 2}],
 }
+
+
+TOGETHER = {"muon_exchange": "together"}
+MUON_LAYOUTS = [
+    {"tensor": 2, **TOGETHER},
+    {"data": 2, "tensor": 2, "zero": 1},
+    {"tensor": 2, "muon_exchange": "gather"},
+    {"data": 2},
+    {"pipe": 2},
+    {"data": 2, "zero": 1},
+    {"data": 2, "tensor": 2, "zero": 2, **TOGETHER},
+    {"data": 2, "tensor": 2, "zero": 3},
+    {"data": 2, "tensor": 2, "zero": 3, **TOGETHER},
+    {"context": 2},
+    {"context": 2, "tensor": 2},
+    {"context": 2, "tensor": 2, **TOGETHER},
+    {"pipe": 2, "tensor": 2, **TOGETHER},
+]
+MUON_EXPERTS = [
+    {"data": 2, "expert": 2, "tensor": 2, **TOGETHER},
+    {"data": 2, "expert": 2, "tensor": 2},
+    {"data": 2, "expert": 2},
+    {"data": 2, "expert": 2, "zero": 1},
+    {"data": 4, "expert": 2, "zero": 3},
+    {"data": 2, "tensor": 2, "pipe": 2},
+]
 
 
 @dataclass
@@ -52,12 +68,14 @@ class Ended:
     state_bytes: int
 
 
-def after_steps(extra: list[str], save: str | None = None, resume: str | None = None) -> Ended:
-    """Three steps, of which two were done before resume; save: a checkpoint after the second."""
+def after_steps(
+    extra: list[str], save: str | None = None, resume: str | None = None, num_steps: int = 3
+) -> Ended:
+    """These steps, of which two were done before resume; save: a checkpoint after the second."""
     run = parity.trainer(extra)
     done = resume_from(run, Path(resume), "auto").step if resume else 0
     assert done == (2 if resume else 0)
-    for step in range(done + 1, 4):
+    for step in range(done + 1, num_steps + 1):
         loss = run.train_step(step).wait().loss
         if step == 2 and save:
             save_state(run, TrainState(step=2), Path(save), keep_last=1)
@@ -82,13 +100,15 @@ def asked(name: str, layout: dict[str, int]) -> tuple[int, list[str], list[str]]
     axes = {"data": 1, "pipe": 1, "tensor": 1, "context": 1, **layout}
     size = axes["data"] * axes["pipe"] * axes["tensor"] * axes["context"]
     key = "target" if ":" in name else "name"
+    ways = [f"optim.{key}={axes.pop(key)}" for key in ("muon_exchange",) if key in axes]
     base = [*overrides({**axes, "data": 2}, tied=False), f"optim.{key}={name}", "optim.lr=0.02"]
     base += ["parallel.context=1"]
     if name in ("adamw8bit", "muon"):
         # matrices large enough for 8 bits, each with a side as long as the vocabulary
         length = next(x.partition("=")[2] for x in base if x.startswith("data.seq_len="))
         base += ["model.dim=64", "model.vocab=64", f"data.args={{seq_len: {length}, vocab: 64}}"]
-    return size, base, [*base, *(f"parallel.{key}={value}" for key, value in layout.items())]
+    mine = [f"parallel.{key}={value}" for key, value in layout.items() if key in axes]
+    return size, base, [*base, *ways, *mine]
 
 
 @pytest.mark.few(2)
@@ -138,28 +158,28 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_under_another_layout(
     assert all(x.planned_bytes == x.state_bytes for x in moved) or name == "muon"
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize("layout", MUON_LAYOUTS, ids=str)
+def test_ten_steps_of_muon_are_those_of_one_process(ranks, layout):
+    size, base, mine = asked("muon", layout)
+    expect_ten_steps(ranks, size, base, mine, num_matrices=2 * 4)
+
+
 @pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"data": 2, "expert": 2, "tensor": 2},
-        {"data": 2, "expert": 2},
-        {"data": 2, "expert": 2, "zero": 1},
-        {"data": 4, "expert": 2, "zero": 3},
-        {"data": 2, "tensor": 2, "pipe": 2},
-    ],
-    ids=str,
-)
-def test_muon_steps_the_matrices_of_experts_as_in_one_process(ranks, layout):
-    axes = {"data": 1, "pipe": 1, "tensor": 1, **layout}
-    size, base, _ = asked("muon", {key: axes[key] for key in ("data", "pipe", "tensor")})
-    base += ["model.moe.num_experts=4", "model.moe.top_k=2", "parallel.data=1"]
-    truth = ranks(1).run(after_steps, base)
-    mine = [*base, *(f"parallel.{key}={value}" for key, value in axes.items())]
-    found = ranks(size).run(after_steps, mine)
-    parity.expect_close([x.weights for x in found], [x.weights for x in truth])
+@pytest.mark.parametrize("layout", MUON_EXPERTS, ids=str)
+def test_ten_steps_of_muon_on_experts_are_those_of_one_process(ranks, layout):
+    size, base, mine = asked("muon", {"data": 1, "pipe": 1, "tensor": 1, **layout})
+    moe = ["model.moe.num_experts=4", "model.moe.top_k=2"]
     # of each block: q, k and v in one, out, the router, and two stacks of experts
-    assert truth[0].num_special == 2 * 5
+    expect_ten_steps(ranks, size, [*base, *moe, "parallel.data=1"], [*mine, *moe], 2 * 5)
+
+
+def expect_ten_steps(ranks, size: int, base: list[str], mine: list[str], num_matrices: int):
+    truth = ranks(1).run(after_steps, base, num_steps=10)
+    found = ranks(size).run(after_steps, mine, num_steps=10)
+    parity.expect_close([x.weights for x in found], [x.weights for x in truth])
+    assert truth[0].num_special == num_matrices
+    assert all(x.num_special > 0 for x in found)
     assert all(math.isclose(x.loss, truth[0].loss, rel_tol=1e-9) for x in found)
 
 

@@ -105,6 +105,12 @@ class OptimSection(Section):
         description="Scale of muon's updates. With moonlight they have the size of AdamW's, so "
         "that one lr serves both; with original they are larger for tall matrices alone.",
     )
+    muon_exchange: k.MuonExchange = Field(
+        default="auto",
+        description="How tensor ranks update the matrices that they share. gather brings each to "
+        "an owner; with together all iterate on their parts and sum the products. auto chooses "
+        "for each matrix by bytes and time.",
+    )
     eps: k.Positive = Field(
         default=1e-8,
         description="Small number that AdamW adds to the denominator of an update, against "

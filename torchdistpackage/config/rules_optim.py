@@ -102,5 +102,27 @@ def _some_see_whole_parameters(c: RunConfig, world_size: int | None) -> str | No
     )
 
 
+@rule("optim.name", "model.lora.target")
+def _muon_steps_no_adapters(c: RunConfig, world_size: int | None) -> str | None:
+    if c.optim.name != "muon" or c.model.lora.target is None:
+        return None
+    return (
+        f"optim.name=muon makes the update of a matrix orthogonal, but with model.lora.target="
+        f"[{', '.join(c.model.lora.target)}] the matrix that moves is the product of lora_A and "
+        "lora_B, whose updates are not; use optim.name=adamw"
+    )
+
+
+@rule("optim.muon_exchange", "optim.muon_scale", "optim.name")
+def _keys_of_muon_are_read(c: RunConfig, world_size: int | None) -> str | None:
+    default = OptimSection()
+    keys = ("muon_exchange", "muon_scale")
+    changed = [key for key in keys if getattr(c.optim, key) != getattr(default, key)]
+    if c.optim.name == "muon" or not changed:
+        return None
+    values = " and ".join(f"optim.{key}={getattr(c.optim, key)}" for key in changed)
+    return f"{values} has no effect with optim.name={c.optim.name}; set name to muon, or remove it"
+
+
 OPTIM_RULES = tuple(x for x in tuple(globals().values()) if isinstance(x, Rule))
 """The rules of this file, in its order."""

@@ -323,6 +323,7 @@ Weights = Annotated[
 OptimizerName = Annotated[str, *one_of(OPTIMIZERS)]
 QuantType = Literal["nf4", "fp4"]
 MuonScale = Literal["moonlight", "original"]
+MuonExchange = Literal["auto", "gather", "together"]
 LrSchedule = Literal[
     "warmup_cosine",
     "constant",

@@ -1,18 +1,20 @@
 """Muon for matrices that are whole on a rank, fused, stacked, or split over a group.
 
-An update of Muon needs a whole matrix. Momentum is elementwise, so it stays split. Each split
-matrix has an owner among the ranks that share it, dealt out by cost: one all-to-all brings the
-owners their matrices, and another returns the updates. So a rank computes 1/n of the products, and
-sends each of its elements once in each direction, in the dtype that the products have.
+An update of Muon needs a whole matrix. Momentum is elementwise, so it stays split. A split matrix
+has an owner among the ranks that share it, dealt out by cost: one all-to-all brings the owners
+their matrices, and another returns the updates. So a rank computes 1/n of the products, and sends
+each of its elements once in each direction, in the dtype that the products have. Or all ranks
+iterate on their parts together, and sum the square of the side that none of them splits in each
+iteration. `predict/newton_schulz.py` says which, from sizes alone.
 
 Source: Jordan et al., Muon, 2024; the two scales: there, and Liu et al., arXiv:2502.16982.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -26,10 +28,19 @@ from torchdistpackage.layout.derive import Block, blocks, local_shape, local_sli
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import layout_of
 from torchdistpackage.layout.partition import greedy_partition
+from torchdistpackage.predict.newton_schulz import (
+    NUM_ITERATIONS,
+    Exchange,
+    Parameter,
+    fused_dim,
+    iterated_together,
+    matrices_of,
+    of_matrix,
+    split_dim,
+)
 from torchdistpackage.topology.mesh import Mesh
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-NUM_ITERATIONS = 5
 _EPS = 1e-7
 _NO_MESH = Mesh(())
 
@@ -49,10 +60,12 @@ class Muon(Optimizer):
     Iterations run in bfloat16, and in float64 for parameters in float64.
 
     params: parameters or groups of them, each with 2 dims, or 3 for a stack.
-    scale: a name of `SCALES`.
+    scale: a name of `SCALES`. exchange: `gather` brings each split matrix to an owner; with
+    `together` all ranks iterate on their parts, where no two have the same elements; `auto`
+    chooses by bytes and time.
 
     Raises:
-        ValueError: a parameter has another number of dims, or `scale` is unknown.
+        ValueError: a parameter has another number of dims, or `scale` or `exchange` is unknown.
     """
 
     takes_split = True
@@ -65,9 +78,13 @@ class Muon(Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         scale: str = "moonlight",
+        exchange: Exchange = "auto",
     ):
         if scale not in SCALES:
             raise ValueError(f"scale={scale!r} is unknown; use one of {', '.join(SCALES)}")
+        if exchange not in (ways := get_args(Exchange)):
+            raise ValueError(f"exchange={exchange!r} is unknown; use one of {', '.join(ways)}")
+        self.exchange: Exchange = exchange
         options = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "scale": scale}
         super().__init__(params, options)
         for group in self.param_groups:
@@ -102,7 +119,7 @@ class Muon(Optimizer):
             key = ranks_of(direction.sharing.group), direction.values.dtype, p.device
             split.setdefault(key, []).append(direction)
         for directions in split.values():
-            _orthogonalize_split(directions)
+            _orthogonalize_split(directions, self.exchange)
             for direction in directions:
                 direction.apply(options)
 
@@ -119,14 +136,18 @@ class Muon(Optimizer):
 
 def orthogonalized(x: Tensor) -> Tensor:
     """Return about U V^T of x = U S V^T, by Newton-Schulz iterations: (..., rows, columns)."""
-    a, b, c = COEFFICIENTS
-    add_product = torch.addmm if x.dim() == 2 else torch.baddbmm
     y = x.mT if (is_tall := x.shape[-2] > x.shape[-1]) else x
     y = y / y.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS)  # no singular value above 1
     for _ in range(NUM_ITERATIONS):
-        gram = y @ y.mT
-        y = add_product(y, add_product(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+        y = _iterated(y, y @ y.mT)
     return y.mT if is_tall else y
+
+
+def _iterated(y: Tensor, gram: Tensor) -> Tensor:
+    """Return y after an iteration. gram: y times its transpose, over all ranks that share y."""
+    a, b, c = COEFFICIENTS
+    add_product = torch.addmm if y.dim() == 2 else torch.baddbmm
+    return add_product(y, add_product(gram, gram, gram, beta=b, alpha=c), y, beta=a)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +189,10 @@ class _Direction:
         return [math.prod((*self.stack, *span.shape)) for span in self.places()]
 
     @property
-    def cost(self) -> int:
-        """The multiplications of a product of its matrices, up to a constant factor."""
+    def matrices(self) -> Parameter:
+        """The sizes of its whole matrices."""
         assert self.sharing.layout is not None
-        rows, columns = self.sharing.layout.shape
-        return math.prod(self.stack) * rows * columns * min(rows, columns)
+        return matrices_of(self.sharing.layout, math.prod(self.stack))
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the whole matrices from the flat parts of all ranks."""
@@ -221,18 +241,11 @@ def _places(layout: Layout, mesh: Mesh, ranks: tuple[int, ...]) -> tuple[_PartPl
     )
 
 
-@lru_cache(maxsize=4096)
-def _of_matrix(layout: Layout) -> Layout:
-    """Return the layout of a matrix of a stack."""
-    last = {name: getattr(layout, name)[-2:] for name in ("shape", "split", "parts")}
-    return replace(layout, **last)
-
-
 def _sharing_of(p: Tensor) -> _Sharing:
     full = layout_of(p)
     if full is None:
         return _Sharing()
-    layout, group = _of_matrix(full), group_of(p)
+    layout, group = of_matrix(full), group_of(p)
     if follows(layout, p) or follows(full, p):
         mesh = tpc.topology.view(layout.view)
         axes = [axis for axis in layout.split_axes if mesh.axis_size(axis) > 1]
@@ -246,17 +259,9 @@ def _sharing_of(p: Tensor) -> _Sharing:
     return _Sharing(layout, mesh, group.rank(), group, tuple(range(group.size())))
 
 
-def _fused(layout: Layout | None) -> tuple[int, tuple[int, ...]]:
-    """Return (the dim from the end that is made of fused parts, their lengths), or (-1, ())."""
-    for dim in (-2, -1):
-        if layout is not None and layout.parts[dim]:
-            return dim, layout.parts[dim]
-    return -1, ()
-
-
 def _by_parts(x: Tensor, layout: Layout | None) -> Tensor:
     """Return whole matrices made orthogonal, each fused part by itself."""
-    dim, lengths = _fused(layout)
+    dim, lengths = (-1, ()) if layout is None else fused_dim(layout)
     if not lengths:
         return orthogonalized(x)
     return torch.cat([orthogonalized(part) for part in x.split(lengths, dim)], dim)
@@ -266,7 +271,7 @@ def _part_shapes(
     sharing: _Sharing, shape: tuple[int, ...]
 ) -> tuple[int, list[int], list[tuple[int, int]]]:
     """Return (dim, what this rank has of each fused part, (rows, columns) of each whole part)."""
-    dim, lengths = _fused(sharing.layout)
+    dim, lengths = (-1, ()) if sharing.layout is None else fused_dim(sharing.layout)
     full = shape if sharing.layout is None else sharing.layout.shape
     if not lengths:
         return dim, [shape[dim]], [(full[-2], full[-1])]
@@ -283,11 +288,63 @@ def _part_shapes(
     return dim, list(local), shapes
 
 
-def _orthogonalize_split(directions: Sequence[_Direction]) -> None:
+def _orthogonalize_split(directions: Sequence[_Direction], exchange: Exchange) -> None:
     """Replace the momenta, of which all ranks of one group have parts, by orthogonal updates."""
+    group = directions[0].sharing.group
+    assert group is not None
+    layouts = [x.sharing.layout for x in directions]
+    able = [layout is not None and split_dim(layout) is not None for layout in layouts]
+    sizes = tuple(zip((x.matrices for x in directions), able, strict=True))
+    item_bytes = directions[0].values.element_size()
+    chosen = iterated_together(sizes, group.size(), item_bytes, exchange)
+    if together := [directions[i] for i in sorted(chosen)]:
+        _iterate_together(together)
+    if owned := [x for i, x in enumerate(directions) if i not in chosen]:
+        _iterate_at_owners(owned)
+
+
+def _iterate_together(directions: Sequence[_Direction]) -> None:
+    """Iterate on the parts that each rank has, and sum the products over the ranks."""
+    group = directions[0].sharing.group
+    assert group is not None
+    parts: list[list[Tensor]] = []
+    for x in directions:
+        assert x.sharing.layout is not None
+        dim, lengths, _ = _part_shapes(x.sharing, tuple(x.values.shape))
+        is_across = split_dim(x.sharing.layout) == -1
+        parts.append([y if is_across else y.mT for y in x.values.split(lengths, dim)])
+    ys = [y for some in parts for y in some]
+    wide = torch.promote_types(ys[0].dtype, torch.float32)
+    squares = _summed([y.to(wide).square().sum((-2, -1)) for y in ys], group)
+    ys = [
+        y / square.sqrt().clamp(min=_EPS).to(y.dtype)[..., None, None]
+        for y, square in zip(ys, squares, strict=True)
+    ]
+    for _ in range(NUM_ITERATIONS):
+        grams = _summed([y @ y.mT for y in ys], group)
+        ys = [_iterated(y, gram) for y, gram in zip(ys, grams, strict=True)]
+    results = iter(ys)
+    for x, some in zip(directions, parts, strict=True):
+        assert x.sharing.layout is not None
+        dim, is_across = fused_dim(x.sharing.layout)[0], split_dim(x.sharing.layout) == -1
+        mine = [next(results) for _ in some]
+        x.values = torch.cat([y if is_across else y.mT for y in mine], dim)
+
+
+def _summed(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
+    """Return these tensors summed over the group, in one call."""
+    flat = primitives.all_reduce(torch.cat([x.reshape(-1) for x in tensors]), group)
+    parts = flat.split([x.numel() for x in tensors])
+    return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
+
+
+def _iterate_at_owners(directions: Sequence[_Direction]) -> None:
+    """Bring each matrix to its owner, who iterates on it, and return the updates."""
     group, values = directions[0].sharing.group, directions[0].values
     assert group is not None
-    owned = greedy_partition([x.cost for x in directions], group.size())
+    owned = greedy_partition(
+        [int(sum(x.flops for x in each.matrices)) for each in directions], group.size()
+    )
     own_directions = [directions[i] for i in owned[group.rank()]]
     own_sizes = list(zip(*(x.sizes for x in own_directions), strict=True)) or [()] * group.size()
     sent = [sum(directions[i].values.numel() for i in some) for some in owned]

@@ -301,6 +301,8 @@ def layout_of(plan: Plan, ranks_per_node: int = 0) -> StepLayout:
         kernels="eager" if config.train.compile == "off" else "fused",
         loss="eager",
         attention="flash2" if is_narrow else "unfused",
+        optimizer="muon" if config.optim.name == "muon" else "fused",
+        muon_exchange=config.optim.muon_exchange,
         dropout=config.model.dropout > 0,
         lora=config.model.lora.r if config.model.lora.target else 0,
         lora_mlp=_adapts_mlp(plan),

@@ -17,7 +17,7 @@ from torchdistpackage.ddp.zero.shard_bounds import (
     group_by_module,
     owned_bounds,
 )
-from torchdistpackage.layout.derive import gradient_ranks, num_elements, sharding_ranks
+from torchdistpackage.layout.derive import gradient_ranks, local_shape, num_elements, sharding_ranks
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.partition import greedy_partition
 from torchdistpackage.models.gpt_layout import ATTENTION, HALVES
@@ -26,6 +26,14 @@ from torchdistpackage.parallel.expert.shape import STATES
 from torchdistpackage.plan.context_plan import attention_of_rank
 from torchdistpackage.plan.run_plan import TASK_ROOM, VOTE_ROOM, Plan
 from torchdistpackage.predict.calls import CallCount, Microbatch, merged
+from torchdistpackage.predict.newton_schulz import (
+    NUM_ITERATIONS,
+    Parameter,
+    iterated_together,
+    matrices_of,
+    of_matrix,
+    split_dim,
+)
 from torchdistpackage.schedule.actions import flatten
 from torchdistpackage.schedule.generators import evaluation
 from torchdistpackage.topology.mesh import Mesh
@@ -212,30 +220,43 @@ def _gradients(plan: Plan, rank: int) -> Iterator[CallCount]:
 
 
 def _matrices(plan: Plan, rank: int) -> Iterator[CallCount]:
-    """Yield the calls by which owners get matrices that tensor ranks split, and send their updates
-    (optim/muon.py): of one group of the optimizer, two.
+    """Yield the calls for matrices that tensor ranks split (optim/muon.py): two bring those of one
+    group of the optimizer to owners and back, and where ranks iterate together they sum squares.
     """
-    optim = plan.config.optim
-    if not optim.spec.takes_split or plan.config.parallel.tensor == 1:
+    optim, tensor = plan.config.optim, plan.config.parallel.tensor
+    if not optim.spec.takes_split or tensor == 1:
         return
-    summed = _summed(plan, rank)
-    counts = {x.name: x.num_elements for x in summed}
+    view = plan.topology.view
+    counts = {x.name: num_elements(x, view(x.view), rank) for x in _trained(plan, rank)}
     if plan.zero:
-        counts = {}
-        for bucket in _sharded(plan, rank, summed):
+        for bucket in _sharded(plan, rank, _summed(plan, rank)):
             counts |= bucket.parts()
-    by_settings: Counter[int | None] = Counter()
+    by_settings: dict[int | None, list[str]] = {}
     for name, count in counts.items():
         layout = plan.layouts[name]
         is_matrix = len(layout.shape) == 2 + (layout.view == "expert") and not layout.is_table
-        if is_matrix and any("tensor" in axes for axes in layout.split[-2:]):
-            by_settings[optim.group_of(name)] += count
-    dtype = plan.numbers.gradients.dtype
-    for count in by_settings.values():
-        if count:
+        if count and is_matrix and any("tensor" in axes for axes in layout.split[-2:]):
+            by_settings.setdefault(optim.group_of(name), []).append(name)
+    dtype = "float64" if plan.numbers.gradients.dtype == "float64" else "bfloat16"
+    for names in by_settings.values():
+        works: list[tuple[Parameter, bool]] = []
+        for name in names:
+            layout = plan.layouts[name]
+            matrix = of_matrix(layout)
+            stack = math.prod(local_shape(layout, view(layout.view), rank)[:-2])
+            works.append((matrices_of(matrix, stack), split_dim(matrix) is not None))
+        item_bytes = 8 if dtype == "float64" else 2
+        chosen = iterated_together(tuple(works), tensor, item_bytes, optim.muon_exchange)
+        if chosen:
+            parts = [x for i in chosen for x in works[i][0]]
+            norms = "float64" if dtype == "float64" else "float32"
+            num = sum(x.number for x in parts)
+            yield CallCount("tensor", "all_reduce", num, norms, "norms of matrices")
+            text, size = "products of the parts of matrices", sum(x.summed for x in parts)
+            yield CallCount("tensor", "all_reduce", size, dtype, text, NUM_ITERATIONS)
+        if moved := sum(counts[name] for i, name in enumerate(names) if i not in chosen):
             text = "matrices to the ranks that own them, and updates"
-            sent_dtype = "float64" if dtype == "float64" else "bfloat16"
-            yield CallCount("tensor", "all_to_all", count, sent_dtype, text, 2)
+            yield CallCount("tensor", "all_to_all", moved, dtype, text, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,17 +338,20 @@ def _owners(plan: Plan, summed: list[_Summed]) -> list[int]:
     return owners
 
 
+def _trained(plan: Plan, rank: int) -> Iterator[Layout]:
+    """Yield the layouts of the parameters with a gradient on a rank."""
+    pipe_index = plan.topology.dense.coord(rank)["pipe"]
+    for x in plan.layouts.values():
+        if (not x.stages or pipe_index in x.stages) and _has_gradient(plan, x.name):
+            yield x
+
+
 def _summed(plan: Plan, rank: int) -> list[_Summed]:
-    pipe_index, view = plan.topology.dense.coord(rank)["pipe"], plan.topology.view
-    layouts = [
-        x
-        for x in plan.layouts.values()
-        if (not x.stages or pipe_index in x.stages) and _has_gradient(plan, x.name)
-    ]
+    view = plan.topology.view
     groups: dict[Hashable, _Group] = {}
     group_of: dict[Hashable, _Group | None] = {}
     gradients: list[_Summed] = []
-    for x in layouts:
+    for x in _trained(plan, rank):
         kind = x.view, x.split, x.unreduced, x.stages, x.heads  # what groups differ in
         if kind not in group_of:
             group_of[kind] = _group(plan, x, rank, groups)

@@ -8,6 +8,7 @@ devices     accelerators with the numbers of their data sheets; fitting has the 
 workload    a transformer and a layout as numbers, whatever library runs them.
 kernels     the time of a matmul, of attention and of element-wise work; collectives that of links.
 layer       the operations of a block, there and back, and what its ranks wait for.
+muon        the seconds of Muon's iterations; newton_schulz has their work, and who does it.
 step        the seconds of a step as a sum of named terms (`step_time`).
 step_memory the bytes of a rank of a published run, by kind; published_memory has such peaks.
 published   steps that others measured, beside their predictions on the page of error_table.

@@ -21,6 +21,7 @@ from torchdistpackage.predict.layer import (
     adapter_parameters,
     shares,
 )
+from torchdistpackage.predict.muon import iteration_seconds
 from torchdistpackage.predict.workload import ShardGroups, StepLayout, TransformerSizes
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.costs import StageCosts
@@ -44,6 +45,10 @@ ADAM_BYTES = 34
 """Bytes that AdamW reads and writes for a parameter: master weight, two means and gradient in
 float32, the new values of the first three, a bfloat16 copy, and the gradient once more for its
 norm."""
+MUON_BYTES = 30
+"""Bytes that Muon reads and writes besides its iterations: master weight and momentum in float32,
+both there and back, the gradient twice, a bfloat16 copy, and the update in bfloat16 there and
+back."""
 FOREACH_BYTES = 92
 """The same in one kernel an operation (torch/optim/adamw.py, `_multi_tensor_adamw`): 8 to 16 bytes
 in each of eight, and 12 for the gradient's norm and its scale. torchtitan, pull request 881,
@@ -261,7 +266,7 @@ class StepModel:
         )
         return _Parts(
             exposed_data,
-            _optimizer_seconds(sizes, layout, device),
+            _optimizer_seconds(sizes, layout, device, fabric),
             _host_seconds(sizes, layout, device),
         )
 
@@ -525,8 +530,10 @@ def _order(name: str, ranks: int, m: int, chunks: int) -> Ordered:
 # -- the rest --------------------------------------------------------------------------------
 
 
-def _optimizer_seconds(sizes: TransformerSizes, layout: StepLayout, device: Accelerator) -> float:
-    """AdamW on what this rank updates."""
+def _optimizer_seconds(
+    sizes: TransformerSizes, layout: StepLayout, device: Accelerator, fabric: Fabric
+) -> float:
+    """Return the seconds of AdamW, or of Muon with it, on what this rank updates."""
     x, z = layout, sizes
     stages = x.pipe
     experts = z.layers * z.num_experts * z.mlp_parameters
@@ -540,7 +547,12 @@ def _optimizer_seconds(sizes: TransformerSizes, layout: StepLayout, device: Acce
         parameters += experts / (x.tensor * stages * max(sharers, x.expert))
         sharers = 1
     num_bytes = FOREACH_BYTES if x.optimizer == "foreach" else ADAM_BYTES
-    return memory_seconds(device, num_bytes * parameters / sharers)
+    seconds = memory_seconds(device, num_bytes * parameters / sharers)
+    if x.optimizer != "muon":
+        return seconds
+    tables = (1 if z.tied else 2) * z.vocab_parameters / (x.tensor * stages * max(x.sharers, 1))
+    saved = (ADAM_BYTES - MUON_BYTES) * max(parameters / sharers - tables, 0.0)
+    return seconds - memory_seconds(device, saved) + iteration_seconds(z, x, device, fabric)
 
 
 def _host_seconds(sizes: TransformerSizes, layout: StepLayout, device: Accelerator) -> float:

@@ -9,6 +9,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from torchdistpackage.errors import ConfigError
+from torchdistpackage.predict.newton_schulz import Exchange
 
 Recompute = Literal["none", "attention", "elementwise", "matmuls", "blocks"]
 """The backward computes some of a block again. attention: scores and values of unfused attention
@@ -29,9 +30,9 @@ AttentionKernel = Literal["unfused", "flash2", "flash3"]
 """flash3 stands for every kernel made for Hopper or later, that of cuDNN too."""
 
 
-OptimizerKernels = Literal["fused", "foreach"]
+OptimizerKernels = Literal["fused", "foreach", "muon"]
 """fused: AdamW is one kernel over a parameter. foreach: one kernel an operation of it, as PyTorch
-has it unless told otherwise."""
+has it unless told otherwise. muon: Muon on the matrices of blocks, fused AdamW on the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,8 @@ class StepLayout:
     at the last tensor that the backward needs, as torch.utils.checkpoint does without reentry.
     lora: rank of adapters on linear layers, the rest is frozen; 0: all is trained. lora_mlp: the
     MLP has them too. shards_frozen: ZeRO 3 shards frozen weights, as FSDP does.
-    kernels, loss, optimizer: of the blocks, of the loss, and of AdamW.
+    kernels, loss, optimizer: of the blocks, of the loss, and of AdamW. muon_exchange: how tensor
+    ranks make Muon's matrices orthogonal.
     overlaps_data: gradients and weights travel while the ranks compute. tensor_overlap: the same
     for matmuls of tensor ranks, in chunks. dedups: a token goes once to a rank that has several of
     its experts. graphs: the host replays recorded launches. copies: what ZeRO 3 copies to and from
@@ -166,6 +168,7 @@ class StepLayout:
     kernels: Kernels = "fused"
     loss: Loss = "fused"
     optimizer: OptimizerKernels = "fused"
+    muon_exchange: Exchange = "auto"
     attention: AttentionKernel = "flash2"
     dropout: bool = False
     lora: int = 0

@@ -151,7 +151,13 @@ def muon(groups: Groups, section: OptimSection) -> torch.optim.Optimizer:
     """Return Muon. With `moonlight` its updates have the size of AdamW's, so that both follow one
     learning rate.
     """
-    return Muon(groups, section.lr, momentum=section.momentum, scale=section.muon_scale)
+    return Muon(
+        groups,
+        section.lr,
+        momentum=section.momentum,
+        scale=section.muon_scale,
+        exchange=section.muon_exchange,
+    )
 
 
 def from_user(groups: Groups, section: OptimSection) -> torch.optim.Optimizer:
