@@ -129,7 +129,8 @@ class Document(NamedTuple):
 
     prompt: precedes the text and does not count. spans: ranges of characters of `text` that count;
     None: all count. is_desirable: the label of an answer that has one. labels: of the text, one, or
-    of each of its `words`, ranges of characters; see `labelled_rows`.
+    of each of its `words`, ranges of characters; see `labelled_rows`. is_begun, is_ended: False
+    where the text before it, or after it, is another document, so that no bos or eos is there.
     """
 
     text: str
@@ -138,6 +139,8 @@ class Document(NamedTuple):
     is_desirable: bool = True
     labels: tuple[int, ...] = ()
     words: tuple[tuple[int, int], ...] = ()
+    is_begun: bool = True
+    is_ended: bool = True
 
     @property
     def learned(self) -> tuple[tuple[int, int], ...] | None:
@@ -249,16 +252,36 @@ class FileReader(Protocol):
 
 
 class TextFiles:
-    """Files of which each is one document."""
+    """Files of which each is one document, unless it is streamed in parts."""
 
     def pieces(self, path: Path) -> Iterator[Piece]:
         """See `FileReader`; a text is one piece, whatever its size."""
         with _opened(path) as (_, size):
             yield Piece(path, 0, size, size)
 
+    def parts(self, path: Path) -> Iterator[Piece]:
+        """Yield the parts of a text that is streamed: complete lines, each part a document.
+
+        A line that is longer than a part is cut between two characters.
+        """
+        with _opened(path) as (file, size):
+            first = 0
+            while True:
+                target = min(first + PIECE_BYTES, size)
+                line_end = _line_end(file, target, min(target + PIECE_BYTES, size))
+                last = _character_end(file, line_end)
+                yield Piece(path, first, last, last - first)
+                if last >= size:
+                    return
+                first = last
+
     def documents(self, piece: Piece, field: str, reader: Reader, number: int) -> Documents:
         """See `FileReader`."""
-        yield Document(_text(_content(piece.path), str(piece.path)))
+        with _opened(piece.path) as (file, size):
+            file.seek(piece.first)
+            content = file.read(piece.last - piece.first)
+        text = _text(content, str(piece.path), piece.first)
+        yield Document(text, is_begun=not piece.first, is_ended=piece.last >= size)
 
     def columns(self, path: Path) -> list[str]:
         """See `FileReader`; a text has none."""
@@ -266,11 +289,11 @@ class TextFiles:
 
     def place(self, piece: Piece) -> str:
         """See `FileReader`."""
-        return str(piece.path)
+        return _from_byte(piece)
 
     def part_name(self, piece: Piece) -> str:
         """See `FileReader`."""
-        return str(piece.path)
+        return _from_byte(piece)
 
     def num_before(self, piece: Piece) -> int:
         """See `FileReader`."""
@@ -306,7 +329,7 @@ class JsonLines:
 
     def part_name(self, piece: Piece) -> str:
         """See `FileReader`."""
-        return f"{piece.path}, from byte {piece.first} on" if piece.first else str(piece.path)
+        return _from_byte(piece)
 
     def num_before(self, piece: Piece) -> int:
         """See `FileReader`."""
@@ -355,6 +378,12 @@ def pieces_of(kind: str, path: Path) -> Iterator[Piece]:
     return reader_of(kind).pieces(path)
 
 
+def streamed_pieces_of(kind: str, path: Path) -> Iterator[Piece]:
+    """Yield the pieces of a file that is streamed: its `parts`, if its documents have such."""
+    reader = reader_of(kind)
+    return getattr(reader, "parts", reader.pieces)(path)
+
+
 def documents_of(
     kind: str, piece: Piece, field: str, reader: Reader | None = None, number: int = 0
 ) -> Documents:
@@ -396,6 +425,17 @@ def _line_end(file: BinaryIO, at: int, size: int) -> int:
             return at + newline + 1
         at += len(block)
     return size
+
+
+def _character_end(file: BinaryIO, at: int) -> int:
+    """Return the first byte from `at` on that begins a character of UTF-8, or ends the file."""
+    file.seek(at)
+    following = file.read(3)
+    return at + next((i for i, x in enumerate(following) if x & 0xC0 != 0x80), len(following))
+
+
+def _from_byte(piece: Piece) -> str:
+    return f"{piece.path}, from byte {piece.first} on" if piece.first else str(piece.path)
 
 
 def _json_lines(piece: Piece, reader: Reader, number: int) -> Documents:
@@ -572,21 +612,15 @@ def is_unicode(text: str, label: str) -> str:
     return text
 
 
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _text(content: bytes, where: str) -> str:
-    if (problem := wrong_encoding(content[:4])) is not None:
+def _text(content: bytes, where: str, first: int = 0) -> str:
+    """Return the text of the bytes of a file from byte `first` on."""
+    if not first and (problem := wrong_encoding(content[:4])) is not None:
         raise DataError(f"{where} {problem}")
     try:
-        text = content.decode("utf-8-sig")
+        text = content.decode("utf-8" if first else "utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{where} is not UTF-8 text: byte {error.start}; save it as such"
+            f"{where} is not UTF-8 text: byte {first + error.start}; save it as such"
         ) from error
     if not text:
         raise DataError(f"{where} is empty; remove it")

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from threading import Thread
 from weakref import WeakMethod, finalize
 
-from torchdistpackage.data.tokens.documents import Piece, TextSource, files_of, pieces_of
+from torchdistpackage.data.tokens.documents import Piece, TextSource, files_of, streamed_pieces_of
 from torchdistpackage.data.tokens.token_cache import TokenizedText, tokenized_block
 from torchdistpackage.errors import DataError
 
@@ -70,7 +70,7 @@ def _blocks(source: TextSource) -> list[tuple[Piece, ...]]:
     pending: list[Piece] = []
     size = 0
     for path in files_of(source.kind, Path(source.path)):
-        for piece in pieces_of(source.kind, path):
+        for piece in streamed_pieces_of(source.kind, path):
             pending.append(piece)
             size += piece.num_bytes
             if size >= BLOCK_BYTES:

@@ -18,8 +18,8 @@ from torchdistpackage.data.tokens.documents import (
     documents_of,
     fields_of,
     files_of,
-    pieces_of,
     reader_of,
+    streamed_pieces_of,
 )
 from torchdistpackage.data.tokens.pair_rows import pair_problems
 from torchdistpackage.data.tokens.row_notes import Tally, unused_notes
@@ -126,7 +126,7 @@ def unused_keys(config: RunConfig) -> list[str]:
             file = files_of(source.kind, Path(source.path))[0]
             reader = row_reader(source, folder, tally)
             rows = documents_of(
-                source.kind, next(pieces_of(source.kind, file)), source.field, reader
+                source.kind, next(streamed_pieces_of(source.kind, file)), source.field, reader
             )
             num = len(list(islice(rows, _FIRST_ROWS)))
             unread = {*reader_of(source.kind).columns(file)} - {*fields_of(source)}

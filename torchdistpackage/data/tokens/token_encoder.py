@@ -167,6 +167,7 @@ class DocumentEncoder:
         for document, span, text in zip(documents, spans, texts, strict=True):
             # a template has written the special tokens already
             ends = self._ends.lacking(text.ids) if document.spans is None else TextEnds()
+            ends = TextEnds(ends.bos * document.is_begun, ends.eos * document.is_ended)
             ids.append([*ends.bos, *text.ids, *ends.eos])
             if self._source.has_prompts:
                 counts = _counted(text, span, ends)
