@@ -26,6 +26,15 @@ def test_an_existing_environment_is_taken_by_its_python(tmp_path: Path):
     assert done.returncode == 1 and "TDP_PYTHON=/bin/false does not run" in done.stderr
 
 
+def test_an_existing_folder_of_peers_is_taken_as_it_is(tmp_path: Path):
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    command = (tmp_path / "scripts" / "peers",)
+    done = call(*command, TDP_PYTHON=sys.executable, TDP_PEERS=str(tmp_path))
+    assert done.stdout.strip() == str(tmp_path) and not (tmp_path / ".peers").exists()
+    done = call(*command, TDP_PYTHON=sys.executable, TDP_PEERS="/none")
+    assert done.returncode == 1 and "TDP_PEERS=/none" in done.stderr
+
+
 @pytest.mark.full
 def test_the_page_of_keys_needs_no_torch(tmp_path: Path):
     """Written in a copy whose only Python has torch hidden."""
