@@ -9,8 +9,17 @@ from torch import Tensor
 from tests.data.texts import WORDS, save_lines, save_tokenizer
 from tests.train import parity
 from tests.train.encoders import ENCODERS
+from tests.train.head_ranks import with_adapters
+from tests.train.lora_ranks import plain
 from tests.train.preference_ranks import trainer
-from tests.train.transformers_ranks import Answer, everywhere_float64, set_rate, steps_of, whole
+from tests.train.transformers_ranks import (
+    Answer,
+    adam_of,
+    everywhere_float64,
+    logged_steps,
+    set_rate,
+    whole,
+)
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.train.build import build_data
@@ -41,17 +50,12 @@ def data_keys(folder: Path, num_negatives: int = 1, number: int = 24) -> list[st
 def embedded(overrides: list[str]) -> tuple[Answer, list[dict[str, float]], float | None, dict]:
     """Three steps, what the log has of them, and a validation."""
     run = trainer(overrides)
-    logged: list[dict[str, float]] = []
-    plain_step = run.train_step
-
-    def train_step(step):
-        result = plain_step(step).wait()
-        logged.append(dict(result.task))
-        return type("Done", (), {"wait": lambda _: result})()
-
-    run.train_step = train_step
-    answer = steps_of(run, range(1, STEPS + 1))
+    answer, logged = logged_steps(run)
     return answer, logged, run.evaluate(), dict(run.val_task)
+
+
+def initial(overrides: list[str]) -> parity.Held:
+    return parity.held(trainer(overrides), "data")
 
 
 def pooled(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:
@@ -81,22 +85,22 @@ def ranking_loss(vectors: Tensor, ids: Tensor, section: RunConfig) -> Tensor:
     return total
 
 
-def of_transformers(overrides: list[str]) -> tuple[Answer, float]:
-    """(three steps, loss of a validation)."""
+def of_transformers(
+    overrides: list[str], adapters: dict[str, Tensor] | None = None
+) -> tuple[Answer, float]:
+    """(three steps, loss of a validation). adapters: with peft's, which begin with these values."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     section = parity.config(overrides)
     is_encoder = AutoConfig.from_pretrained(section.model.hf).model_type in ENCODERS
     auto = AutoModel if is_encoder else AutoModelForCausalLM
     model = auto.from_pretrained(section.model.hf, dtype=torch.float64).train()
-    named, optim = dict(model.named_parameters()), section.optim
+    if adapters is not None:
+        model = with_adapters(model, adapters, "FEATURE_EXTRACTION")
+    named = {plain(n): p for n, p in model.named_parameters()}
     trained = {n: p for n, p in named.items() if not n.startswith(("lm_head.", "pooler."))}
-    groups = [
-        {"params": [p for p in trained.values() if p.dim() > 1], "weight_decay": 0.0},
-        {"params": [p for p in trained.values() if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    groups[0]["weight_decay"] = optim.weight_decay
-    adam = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+    trained = {n: p for n, p in trained.items() if p.requires_grad}
+    adam = adam_of(trained, section)
     gradients, losses = [], []
 
     def loss_of(split: str, step: int) -> Tensor:

@@ -58,6 +58,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
         "embedding_dropout": 0.0,
         "mlp_dropout": 0.0,
     },
+    "mpnet": {**_BERT, **_IDS, "model_type": "mpnet"},
     "albert": {**_BERT, "model_type": "albert", "embedding_size": 8, "classifier_dropout_prob": 0},
 }
 

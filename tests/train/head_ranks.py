@@ -10,7 +10,14 @@ from tests.data.texts import WORDS, save_lines, save_tokenizer
 from tests.train import parity
 from tests.train.lora_ranks import plain, quiet
 from tests.train.preference_ranks import trainer
-from tests.train.transformers_ranks import Answer, everywhere_float64, set_rate, steps_of, whole
+from tests.train.transformers_ranks import (
+    Answer,
+    adam_of,
+    everywhere_float64,
+    logged_steps,
+    set_rate,
+    whole,
+)
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.models.transformers_meta import build_options
 from torchdistpackage.plan.run_plan import make_plan
@@ -100,16 +107,7 @@ def data_keys(kind: str, folder: Path) -> list[str]:
 def trained(overrides: list[str]) -> tuple[Answer, list[dict[str, float]], float | None, dict]:
     """Three steps, what the log has of them, and a validation."""
     run = trainer(overrides)
-    logged: list[dict[str, float]] = []
-    plain_step = run.train_step
-
-    def train_step(step):
-        result = plain_step(step).wait()
-        logged.append({**result.task, "tokens": result.tokens})
-        return type("Done", (), {"wait": lambda _: result})()
-
-    run.train_step = train_step
-    answer = steps_of(run, range(1, STEPS + 1))
+    answer, logged = logged_steps(run, lambda x: {**x.task, "tokens": x.tokens})
     return answer, logged, run.evaluate(), dict(run.val_task)
 
 
@@ -142,15 +140,11 @@ def of_transformers(
     elif kind == "regression":
         model.config.problem_type = "regression"
     if adapters is not None:
-        model = _with_adapters(kind, model, adapters)
+        task = "TOKEN_CLS" if kind == "token_classification" else "SEQ_CLS"
+        model = with_adapters(model, adapters, task)
     named = {plain(n): p for n, p in model.named_parameters() if "original_module" not in n}
     named = {name.replace(".modules_to_save", ""): p for name, p in named.items()}
-    optim, trained = section.optim, [p for p in named.values() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": optim.weight_decay},
-        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    adam = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+    adam = adam_of({n: p for n, p in named.items() if p.requires_grad}, section)
     gradients, losses = [], []
     by_ids = _labels_by_ids(kind, section)
     for step in range(1, STEPS + 1):
@@ -169,10 +163,10 @@ def of_transformers(
     return Answer(whole(named), gradients, losses), val.item(), outputs, labels
 
 
-def _with_adapters(kind: str, model: nn.Module, adapters: dict[str, Tensor]) -> nn.Module:
+def with_adapters(model: nn.Module, adapters: dict[str, Tensor], task: str) -> nn.Module:
+    """peft's adapters around `TARGETS`, with these values. task: peft's `task_type`."""
     from peft import LoraConfig, get_peft_model
 
-    task = "TOKEN_CLS" if kind == "token_classification" else "SEQ_CLS"
     with quiet():
         targets = TARGETS[model.config.model_type]
         settings = LoraConfig(task_type=task, r=3, lora_alpha=6, target_modules=targets)

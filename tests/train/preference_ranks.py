@@ -11,11 +11,17 @@ from torch import Tensor, nn
 from tests.data.texts import WORDS, save_lines, save_tokenizer
 from tests.train import parity
 from tests.train.lora_ranks import peft_model, plain
-from tests.train.transformers_ranks import Answer, everywhere_float64, steps_of, whole
+from tests.train.transformers_ranks import (
+    Answer,
+    adam_of,
+    everywhere_float64,
+    logged_steps,
+    set_rate,
+    whole,
+)
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.train.build import build_data
-from torchdistpackage.train.learning_rate import warmup_cosine
 from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.train_state import TrainState, resume, save_state
 
@@ -68,16 +74,7 @@ def trainer(overrides: list[str]) -> Trainer:
 def preferred(overrides: list[str]) -> tuple[Answer, list[dict[str, float]], float | None, dict]:
     """Three steps, what the log has of their pairs, and a validation."""
     run = trainer(overrides)
-    logged: list[dict[str, float]] = []
-    plain_step = run.train_step
-
-    def train_step(step):
-        result = plain_step(step).wait()
-        logged.append(dict(result.task))
-        return type("Done", (), {"wait": lambda _: result})()
-
-    run.train_step = train_step
-    answer = steps_of(run, range(1, STEPS + 1))
+    answer, logged = logged_steps(run)
     return answer, logged, run.evaluate(), dict(run.val_task)
 
 
@@ -91,21 +88,13 @@ def of_formula(overrides: list[str], options: dict | None = None, initial: dict 
         model = AutoModelForCausalLM.from_pretrained(section.model.hf, dtype=torch.float64).train()
         reference = copy.deepcopy(model).eval()
         named = dict(model.named_parameters())
-        matrices = [p for p in named.values() if p.dim() > 1]
-        vectors = [p for p in named.values() if p.dim() <= 1]
     else:
         assert initial is not None
         model = peft_model(section.model.hf, initial, options)
         reference = AutoModelForCausalLM.from_pretrained(section.model.hf, dtype=torch.float64)
         reference.eval()
         named = {plain(n): p for n, p in model.named_parameters() if p.requires_grad}
-        matrices, vectors = list(named.values()), []
-    optim = section.optim
-    groups = [
-        {"params": matrices, "weight_decay": optim.weight_decay},
-        *([{"params": vectors, "weight_decay": 0.0}] if vectors else []),
-    ]
-    adam = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+    adam = adam_of(named, section)
     gradients, losses, logged = [], [], []
     for step, (ids, targets) in enumerate(_rows(section, "train"), 1):
         adam.zero_grad()
@@ -115,10 +104,7 @@ def of_formula(overrides: list[str], options: dict | None = None, initial: dict 
         gradients.append(whole({name: p.grad for name, p in named.items()}))
         losses.append(loss.item())
         logged.append(pairs)
-        for group in adam.param_groups:
-            group["lr"] = optim.lr * warmup_cosine(
-                step - 1, warmup_steps=0, num_steps=section.train.steps, min_ratio=0.1
-            )
+        set_rate(adam, section, step)
         adam.step()
     held = {plain(n): p for n, p in model.named_parameters()} if options else named
     with everywhere_float64(), torch.no_grad():

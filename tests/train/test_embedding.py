@@ -6,12 +6,13 @@ import pytest
 
 from tests.data.texts import save_lines
 from tests.train import parity
-from tests.train.embedding_ranks import data_keys, embedded, of_transformers, row
+from tests.train.embedding_ranks import data_keys, embedded, initial, of_transformers, row
 from tests.train.encoders import ENCODERS
-from tests.train.head_ranks import save_head
+from tests.train.head_ranks import TARGETS, adapters_of, save_head
+from tests.train.test_head_losses import UNSTAGED
 from tests.train.test_preference import LAYOUTS
 from tests.train.test_transformers import MODELS, NO_GRADIENT
-from tests.train.transformers_ranks import save_model
+from tests.train.transformers_ranks import expect_answers, save_model
 from torchdistpackage.data.tokens.texts import wrong_texts
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.plan.run_plan import make_plan
@@ -65,11 +66,8 @@ def test_three_steps_are_those_of_transformers(ranks, embeddings, kind, layout):
     overrides, (truth, val) = embeddings(kind)
     size, changes = EVERY[layout]
     found = ranks(size).run(embedded, [*overrides, *changes])
-    for step, expected in enumerate(truth.gradients):
-        parity.expect_close([mine.gradients[step] for mine, *_ in found], [expected])
-    parity.expect_close([mine.weights for mine, *_ in found], [truth.weights])
-    for mine, logged, mine_val, val_task in found:
-        assert mine.losses == pytest.approx(truth.losses, rel=1e-9)
+    expect_answers([mine for mine, *_ in found], truth)
+    for _, logged, mine_val, val_task in found:
         assert mine_val == pytest.approx(val, rel=1e-9)
         assert (logged, val_task) == (found[0][1], found[0][3])
         assert val_task.keys() == {"accuracy", "recall@1", "recall@10", "mrr@10", "ndcg@10"}
@@ -78,11 +76,13 @@ def test_three_steps_are_those_of_transformers(ranks, embeddings, kind, layout):
 OF_ENCODERS = [
     (model, pooling, layout)
     for model, pooling in zip(
-        ENCODERS, ("cls", "mean", "last", "mean", "cls", *["mean"] * 3), strict=True
+        ENCODERS, ("cls", "mean", "last", "mean", "cls", *["mean"] * 4), strict=True
     )
-    for layout in ("data2", "data2-zero3", "tensor2", "whole-batch-data2")
+    for layout in ("data2", "data2-zero3", "tensor2", "pipe2", "whole-batch-data2")
+    if layout != "pipe2" or model not in UNSTAGED
 ]
-ONE = ("bert", "cls", "data2-zero3")
+OF_ENCODERS += [("bert", "mean", "pipe2xtensor2"), ("roberta", "cls", "pipe2xtensor2")]
+ONE = ("bert", "cls", "pipe2")
 
 
 @pytest.mark.parametrize(
@@ -91,19 +91,46 @@ ONE = ("bert", "cls", "data2-zero3")
 )
 def test_encoders_are_compared_as_by_transformers(ranks, tmp_path, model, pooling, layout):
     """By their base class, whose tokens see no padding."""
-    ranks(1).run(save_head, ENCODERS[model], str(tmp_path / "model"), "", 0)
-    overrides = [*data_keys(tmp_path), f"model.hf={tmp_path / 'model'}"]
-    overrides.append(f"train.embedding={{pooling: {pooling}, scale: 5.0}}")
+    overrides = of_encoder(ranks, tmp_path, model, pooling)
     ((truth, val),) = ranks(1).run(of_transformers, overrides)
+    expect_those(ranks, truth, val, overrides, layout)
+
+
+OF_ADAPTED = [
+    (model, layout)
+    for model in TARGETS
+    if model in ENCODERS
+    for layout in ("data2", "data2-zero3", "tensor2", "pipe2", "pipe2xtensor2")
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [pytest.param(*x, marks=() if x == ("bert", "pipe2") else FULL) for x in OF_ADAPTED],
+)
+def test_adapters_of_encoders_are_trained_as_by_peft(ranks, tmp_path, model, layout):
+    overrides = [*of_encoder(ranks, tmp_path, model, "mean"), adapters_of(model)]
+    adapters = parity.whole(ranks(1).run(initial, overrides))
+    ((truth, val),) = ranks(1).run(of_transformers, overrides, adapters)
+    found = expect_those(ranks, truth, val, overrides, layout)
+    assert all(".lora_" in name for mine, *_ in found for name, *_ in mine.gradients[0])
+
+
+def of_encoder(ranks, folder, model: str, pooling: str) -> list[str]:
+    """The overrides of a run on the base class of a small encoder."""
+    ranks(1).run(save_head, ENCODERS[model], str(folder / "model"), "", 0)
+    options = f"train.embedding={{pooling: {pooling}, scale: 5.0}}"
+    return [*data_keys(folder), f"model.hf={folder / 'model'}", options]
+
+
+def expect_those(ranks, truth, val: float, overrides: list[str], layout: str) -> list:
+    """A layout has the gradients, losses and weights of one process."""
     size, changes = EVERY[layout]
     found = ranks(size).run(embedded, [*overrides, *changes])
-    for step, expected in enumerate(truth.gradients):
-        gradients = [mine.gradients[step] for mine, *_ in found]
-        parity.expect_close(gradients, [expected], least=NO_GRADIENT)
-    parity.expect_close([mine.weights for mine, *_ in found], [truth.weights])
-    for mine, _, mine_val, _ in found:
-        assert mine.losses == pytest.approx(truth.losses, rel=1e-9)
+    expect_answers([mine for mine, *_ in found], truth, least=NO_GRADIENT)
+    for _, _, mine_val, _ in found:
         assert mine_val == pytest.approx(val, rel=1e-9)
+    return found
 
 
 OF_LORA = ("pipe2xtensor2", "data2-zero3", "context2", "whole-batch-data2", "whole-batch-context2")

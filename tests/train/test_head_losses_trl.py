@@ -10,9 +10,9 @@ import torch
 from tests.data.texts import save_lines, save_tokenizer
 from tests.train import parity
 from tests.train.head_ranks import BASE, rows_of, save_head, trained
-from tests.train.preference_ranks import whole
+from tests.train.peer_trainers import answer_options, expect_logged, peer_tokenizer
 from tests.train.test_head_losses import CONFIG
-from tests.train.transformers_ranks import everywhere_float64
+from tests.train.transformers_ranks import everywhere_float64, whole
 
 trl = pytest.importorskip("trl", reason="trl is no dependency: its trainer is the peer")
 pytestmark = pytest.mark.full
@@ -22,44 +22,21 @@ NUM = 4
 def of_trl(folder: str, overrides: list[str], lines: list[dict], center: float | None):
     """Return (weights, rows of the log) of trl's trainer."""
     from datasets import Dataset
-    from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+    from transformers import AutoModelForSequenceClassification
 
     section = parity.config([*BASE, *overrides])
-    optim = section.optim
     model = AutoModelForSequenceClassification.from_pretrained(
         section.model.hf, dtype=torch.float64
     )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=f"{section.data.tokenizer}/tokenizer.json",
-        eos_token="</s>",
-        pad_token="<pad>",
-    )
     options = trl.RewardConfig(
-        output_dir=folder,
-        max_length=section.data.seq_len,
-        center_rewards_coefficient=center,
-        per_device_train_batch_size=NUM,
-        num_train_epochs=3,
-        learning_rate=optim.lr,
-        lr_scheduler_type="constant",
-        weight_decay=optim.weight_decay,
-        adam_beta1=optim.betas[0],
-        adam_beta2=optim.betas[1],
-        adam_epsilon=optim.eps,
-        max_grad_norm=0.0,
-        logging_steps=1,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        save_strategy="no",
-        report_to=[],
+        **answer_options(section, folder, NUM), center_rewards_coefficient=center
     )
     with everywhere_float64():
         trainer = trl.RewardTrainer(
             model=model,
             args=options,
             train_dataset=Dataset.from_list(lines),
-            processing_class=tokenizer,
+            processing_class=peer_tokenizer(section.data.tokenizer),
         )
         trainer.train()
     logged = [row for row in trainer.state.log_history if "mean_reward" in row]
@@ -88,9 +65,6 @@ def test_three_steps_of_rewards_are_those_of_trl(ranks, tmp_path, margins, cente
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         weights, theirs = of_trl(str(tmp_path / "out"), overrides, lines, center)
-    assert len(theirs) == 3
-    for own, other, loss in zip(logged, theirs, mine.losses, strict=True):
-        assert loss == pytest.approx(other["loss"], rel=2e-5)  # which its log rounds
-        for name in ("accuracy", "margin", "mean_reward"):
-            assert own[name] == pytest.approx(other[name], rel=2e-4, abs=2e-6), name
+    kept = [{k: x for k, x in row.items() if k != "tokens"} for row in logged]
+    expect_logged(mine.losses, kept, theirs)
     parity.expect_close([mine.weights], [weights])

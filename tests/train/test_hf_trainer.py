@@ -9,6 +9,7 @@ import torch
 
 from tests.data.texts import save_tokenizer
 from tests.train import parity
+from tests.train.peer_trainers import peer_tokenizer, training_options
 from tests.train.sources import UnevenTokens
 from tests.train.test_transformers import MODELS
 from tests.train.transformers_ranks import (
@@ -62,10 +63,7 @@ def trainer_of(
         "gradient_checkpointing": False,
         "bf16": False,
     }
-    file = str(save_tokenizer(Path(folder) / "tokenizer") / "tokenizer.json")
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=file, eos_token="</s>", pad_token="<pad>"
-    )
+    tokenizer = peer_tokenizer(save_tokenizer(Path(folder) / "tokenizer"))
     made = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
     return trl.SFTTrainer, trl.SFTConfig, made, options
 
@@ -75,7 +73,7 @@ def of_trainer(model: str, folder: str, peer: str) -> tuple[parity.Held, str]:
     from transformers import AutoModelForCausalLM
 
     section = parity.config([*RUN, *CHANGES, f"model.hf={model}"])
-    source, optim, size = UnevenTokens(SEQ_LEN, VOCAB), section.optim, section.data.global_batch
+    source, size = UnevenTokens(SEQ_LEN, VOCAB), section.data.global_batch
     rows: list[dict[str, list[int]]] = []
     for step in (1, 2, 3):
         ids, targets = source.batch("train", section.run.seed, step, 0, 1, size)
@@ -102,23 +100,12 @@ def of_trainer(model: str, folder: str, peer: str) -> tuple[parity.Held, str]:
         if peer == "trl":  # it names options of transformers as earlier versions did
             warnings.simplefilter("ignore")
         options = arguments(
+            **training_options(section, folder, size),
             **more,
-            output_dir=folder,
-            per_device_train_batch_size=size,
             max_steps=3,
-            learning_rate=optim.lr,
-            lr_scheduler_type="constant",
-            weight_decay=optim.weight_decay,
-            adam_beta1=optim.betas[0],
-            adam_beta2=optim.betas[1],
-            adam_epsilon=optim.eps,
-            max_grad_norm=0.0,
             save_strategy="steps",
             save_steps=2,
             train_sampling_strategy="sequential",
-            use_cpu=True,
-            report_to=[],
-            disable_tqdm=True,
         )
         WideTrainer(model=made, args=options, **inputs).train()
     return whole(dict(made.named_parameters())), f"{folder}/checkpoint-2"

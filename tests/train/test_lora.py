@@ -17,7 +17,7 @@ from tests.train.lora_ranks import (
 from tests.train.test_generate import on_layout
 from tests.train.test_transformers import LAYOUTS as EVERY
 from tests.train.test_transformers import MODELS, asked, fits
-from tests.train.transformers_ranks import save_model, third_step
+from tests.train.transformers_ranks import expect_answers, save_model, third_step
 from torchdistpackage.checkpoint.manifest import read_manifest
 from torchdistpackage.cli._inference import source_of
 from torchdistpackage.cli.main import main
@@ -83,11 +83,7 @@ def test_three_steps_are_those_of_peft(ranks, adapted, name, layout):
     folder, truth = adapted(name)
     size, changes = asked(LAYOUTS[layout])
     found = ranks(size).run(lora_steps, [f"model.hf={folder}", *changes_of(name), *changes])
-    for step, expected in enumerate(truth.gradients):
-        parity.expect_close([mine.gradients[step] for mine in found], [expected])
-    parity.expect_close([mine.weights for mine in found], [truth.weights])
-    for mine in found:
-        assert mine.losses == pytest.approx(truth.losses, rel=1e-9)
+    expect_answers(found, truth)
 
 
 @pytest.mark.parametrize("layout", [pytest.param(x, marks=FULL) for x in (BOTH, "data2-zero3")])

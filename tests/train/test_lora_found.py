@@ -20,7 +20,7 @@ from tests.train.lora_ranks import (
     save_after,
 )
 from tests.train.test_transformers import asked
-from tests.train.transformers_ranks import VOCAB, save_model
+from tests.train.transformers_ranks import VOCAB, expect_answers, save_model
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.models.lora_layout import Lora, peft_name
@@ -86,11 +86,7 @@ def test_three_steps_are_those_of_peft(ranks, adapted, family, layout):
     folder, truth = adapted(family)
     size, changes = asked(LAYOUTS[layout])
     found = ranks(size).run(lora_steps, [f"model.hf={folder}", lora(family), *changes])
-    for step, expected in enumerate(truth.gradients):
-        parity.expect_close([mine.gradients[step] for mine in found], [expected])
-    parity.expect_close([mine.weights for mine in found], [truth.weights])
-    for mine in found:
-        assert mine.losses == pytest.approx(truth.losses, rel=1e-9)
+    expect_answers(found, truth)
 
 
 @pytest.mark.full

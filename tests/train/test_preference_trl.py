@@ -9,6 +9,7 @@ import torch
 
 from tests.data.texts import WORDS, save_lines, save_tokenizer
 from tests.train import parity
+from tests.train.peer_trainers import answer_options, expect_logged, peer_tokenizer
 from tests.train.preference_ranks import RUN, lines_of, preferred, whole
 from tests.train.test_transformers import MODELS
 from tests.train.transformers_ranks import everywhere_float64, save_model
@@ -87,35 +88,14 @@ def peer(loss: str) -> tuple[type, type, dict]:
 def of_trl(folder: str, model: str, tokenizer: str, overrides: list[str], lines: list[dict]):
     """Return (weights, rows of the log) of trl's trainer."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM
 
-    section = parity.config([*PLAIN, *overrides])
-    made = PreTrainedTokenizerFast(
-        tokenizer_file=f"{tokenizer}/tokenizer.json", eos_token="</s>", pad_token="<pad>"
-    )
-    held, optim = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64), section.optim
+    section, made = parity.config([*PLAIN, *overrides]), peer_tokenizer(tokenizer)
+    held = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     loss = section.train.dpo.loss
     make, make_options, more = peer(loss)
-    options = make_options(
-        output_dir=folder,
-        beta=section.train.dpo.beta,
-        max_length=section.data.seq_len,
-        per_device_train_batch_size=NUM,
-        learning_rate=optim.lr,
-        lr_scheduler_type="constant",
-        weight_decay=optim.weight_decay,
-        adam_beta1=optim.betas[0],
-        adam_beta2=optim.betas[1],
-        adam_epsilon=optim.eps,
-        max_grad_norm=0.0,
-        logging_steps=1,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        save_strategy="no",
-        report_to=[],
-        **{"num_train_epochs": 3, **more},
-    )
+    common = {**answer_options(section, folder, NUM), "beta": section.train.dpo.beta}
+    options = make_options(**{**common, **more})
     if loss == "kto":
         lines = in_order_of_steps(overrides, lines, made)
     data = Dataset.from_list(lines)
@@ -153,12 +133,8 @@ def test_three_steps_are_those_of_trl(ranks, tmp_path, loss):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         weights, theirs = of_trl(str(tmp_path / "out"), model, str(tokenizer), overrides, lines(0))
-    assert len(theirs) == 3
     # before the first step all margins are 0, which trl computes up to its last digits
     if loss in ("sigmoid", "sigmoid_norm", "hinge", "ipo"):
         assert logged[0].pop("rewards/accuracies") == 0
-    for own, other, loss in zip(logged, theirs, mine.losses, strict=True):
-        assert loss == pytest.approx(other["loss"], rel=2e-5)  # which its log rounds
-        for name, value in own.items():
-            assert value == pytest.approx(other[name], rel=2e-4, abs=2e-6), name
+    expect_logged(mine.losses, logged, theirs)
     parity.expect_close([mine.weights], [weights])

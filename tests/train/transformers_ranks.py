@@ -1,11 +1,12 @@
 """What ranks do with transformers' own modules, and transformers in one process beside them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from tests.train.sources import UnevenTokens
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.train.learning_rate import warmup_cosine
 from torchdistpackage.train.step import Trainer
+from torchdistpackage.train.step_stats import StepResult
 from torchdistpackage.train.train_state import TrainState, resume, save_state
 
 STEPS = 3
@@ -83,6 +85,34 @@ def steps_of(run: Trainer, steps: range) -> Answer:
     return Answer(parity.held(run, "data"), gradients, losses, run.recomputed)
 
 
+def logged_steps(
+    run: Trainer, values: Callable[[StepResult], dict[str, float]] = lambda x: dict(x.task)
+) -> tuple[Answer, list[dict[str, float]]]:
+    """Three steps, and what the log has of each."""
+    logged: list[dict[str, float]] = []
+    plain_step = run.train_step
+
+    def train_step(step):
+        result = plain_step(step).wait()
+        logged.append(values(result))
+        return type("Done", (), {"wait": lambda _: result})()
+
+    run.train_step = train_step
+    return steps_of(run, range(1, STEPS + 1)), logged
+
+
+def expect_answers(found: Sequence[Answer], truth: Answer, least: float = 1e-30) -> None:
+    """The ranks of a layout have the gradients, weights and losses of one process.
+
+    least: see `parity.expect_close`, of gradients.
+    """
+    for step, expected in enumerate(truth.gradients):
+        parity.expect_close([x.gradients[step] for x in found], [expected], least=least)
+    parity.expect_close([x.weights for x in found], [truth.weights])
+    for answer in found:
+        assert answer.losses == pytest.approx(truth.losses, rel=1e-9)
+
+
 def of_transformers(folder: str, loss: Loss | None = None) -> Answer:
     """The same of transformers' model in one process, without this package."""
     from transformers import AutoModelForCausalLM
@@ -90,16 +120,7 @@ def of_transformers(folder: str, loss: Loss | None = None) -> Answer:
     section = parity.config([*RUN, f"model.hf={folder}"])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train()
     named = dict(model.named_parameters())
-    optim = section.optim
-    groups = [
-        {
-            "params": [p for p in named.values() if p.dim() > 1],
-            "weight_decay": optim.weight_decay,
-        },
-        {"params": [p for p in named.values() if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    adam = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
-    gradients, losses = alone(model, named, adam, section, loss)
+    gradients, losses = alone(model, named, adam_of(named, section), section, loss)
     return Answer(whole(named), gradients, losses)
 
 
@@ -131,6 +152,19 @@ def adamw(trained: Iterable[Tensor], section: RunConfig) -> torch.optim.AdamW:
     optim = section.optim
     how = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
     return torch.optim.AdamW(trained, **how, weight_decay=optim.weight_decay)
+
+
+def adam_of(named: Mapping[str, Tensor], section: RunConfig) -> torch.optim.AdamW:
+    """torch's own over the parameters of a model, of which matrices decay that are no bias by their
+    name, as transformers' Trainer has it.
+    """
+    optim = section.optim
+    decay = {n for n, p in named.items() if p.dim() > 1 and "bias" not in n}
+    groups = [
+        {"params": [named[n] for n in named if n in decay], "weight_decay": optim.weight_decay},
+        {"params": [named[n] for n in named if n not in decay], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
 
 
 def set_rate(adam: torch.optim.Optimizer, section: RunConfig, step: int) -> None:

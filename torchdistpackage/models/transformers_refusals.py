@@ -191,12 +191,6 @@ def _too_long(shape: TransformersShape) -> list[tuple[str, str]]:
 def _lora_problems(shape: TransformersShape, tensor: int) -> list[tuple[str, str]]:
     if shape.lora is None:
         return []
-    if shape.head is not None and not shape.head.task.ending:
-        text = (
-            f"adapters on {shape.class_name}, an encoder whose hidden states are compared, were "
-            f"not compared with peft's; remove model.lora"
-        )
-        return [("model.lora.target", text)]
     output_and_tied = shape.kind.output, shape.sizes.tied
     problems = target_problems(shape.lora, shape.family, weights(shape), *output_and_tied)
     of_adapters = [("model.lora.target", text) for text in problems]

@@ -25,6 +25,7 @@ from torchdistpackage.models.transformers_small import Sample, module_of
 from torchdistpackage.parallel.pipeline.partition.hf_decoder import (
     BlockNeighbours,
     base_name,
+    base_prefix,
     decoder_stage,
     stage_modules,
 )
@@ -35,11 +36,11 @@ _WITHIN = elementwise_within(1e-5, least_noise=1e-11)
 
 def neighbours(model: Any, around: StageSides) -> BlockNeighbours:
     """Return the modules around the blocks of `model`, as a small copy has shown them."""
-    prefix = base_name(model)
-    blocks = around.blocks.removeprefix(f"{prefix}.")
-    result = BlockNeighbours(model.get_submodule(prefix), blocks)
-    result.before = {path.removeprefix(f"{prefix}.") for path in around.before}
-    result.behind = {path.removeprefix(f"{prefix}.") for path in around.behind}
+    prefix = base_prefix(model)
+    blocks = around.blocks.removeprefix(prefix)
+    result = BlockNeighbours(model.get_submodule(base_name(model)), blocks)
+    result.before = {path.removeprefix(prefix) for path in around.before}
+    result.behind = {path.removeprefix(prefix) for path in around.behind}
     result.writes_input = around.writes_input
     return result
 
@@ -55,19 +56,19 @@ def try_stages(
     name, sides = type(model).__name__, StageSides(blocks)
     if not blocks:
         return f"{name} has no list of blocks", sides
-    prefix = base_name(model)
-    if not blocks.startswith(f"{prefix}."):
-        return f"the blocks of {name} are not in its {prefix}", sides
-    base, path = model.get_submodule(prefix), blocks.removeprefix(f"{prefix}.")
+    prefix = base_prefix(model)
+    if not blocks.startswith(prefix):
+        return f"the blocks of {name} are not in its {base_name(model)}", sides
+    base, path = model.get_submodule(base_name(model)), blocks.removeprefix(prefix)
     around, calls = BlockNeighbours(base, path), BlockCalls(model, blocks)
     with around.seen(), calls.seen():
         expected = _recorded(model, parts_of(model), lambda: sample.outputs(model), sample)
     # what no token reaches stands on the last stage, or its parameters would be on several
-    around.behind |= {x.removeprefix(f"{prefix}.") for x in unreached} - around.before
+    around.behind |= {x.removeprefix(prefix) for x in unreached} - around.before
     problem = _shared(model, blocks, around, unreached) or _differs(model, sample, around, expected)
     if problem is not None:
         return unstaged_because(model, blocks, calls, sample.ids) or problem, sides
-    both = (tuple(sorted(f"{prefix}.{x}" for x in y)) for y in (around.before, around.behind))
+    both = (tuple(sorted(f"{prefix}{x}" for x in y)) for y in (around.before, around.behind))
     return None, StageSides(blocks, *both, around.writes_input)
 
 
@@ -75,7 +76,7 @@ def _differs(
     model: Any, sample: Sample, around: BlockNeighbours, expected: ParityRecord
 ) -> str | None:
     """Return where two stages in a row compute something else than the model, or None."""
-    name, path = type(model).__name__, f"{base_name(model)}.{around.path}"
+    name, path = type(model).__name__, f"{base_prefix(model)}{around.path}"
     num = len(list(model.get_submodule(path).children()))
     for cut in range(1, num):
         stages = [decoder_stage(model, part, around) for part in (range(cut), range(cut, num))]
@@ -115,11 +116,11 @@ def _shared(
     """Return which parameter is trained beside the blocks, neither before nor behind them, or
     None.
     """
-    prefix = base_name(model)
-    sides = tuple(f"{prefix}.{x}." for x in (*around.before, *around.behind))
+    prefix = base_prefix(model)
+    sides = tuple(f"{prefix}{x}." for x in (*around.before, *around.behind))
     sides = (f"{blocks}.", *sides, *(f"{path}." for path in unreached))
     for name, _ in model.named_parameters():
-        if not name.startswith(sides) and name.startswith(f"{prefix}."):
+        if not name.startswith(sides) and name.startswith(prefix):
             module = name.rpartition(".")[0]
             kind = type(model.get_submodule(module)).__name__
             return (

@@ -10,7 +10,7 @@ model, so a family whose blocks share anything else is refused.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,12 @@ class DecoderStage(nn.Module):
         super().__init__()
         self.config, self._prefix = model.config, base_name(model)
         self._activations, (self._is_first, self._is_last) = activations, ends
+        if not self._prefix:  # the model has no head, so its children are those of this stage
+            for name, child in base._modules.items():
+                self.add_module(name, child)
+            self.__dict__["_base"] = base
+            base.__dict__["_modules"] = self._modules
+            return
         self.add_module(self._prefix, base)
         if self._is_last:
             for name, child in model.named_children():
@@ -63,7 +69,7 @@ class DecoderStage(nn.Module):
     @property
     def base(self) -> nn.Module:
         """Return this stage's part of the model without its head."""
-        return getattr(self, self._prefix)
+        return getattr(self, self._prefix) if self._prefix else self.__dict__["_base"]
 
     def forward(
         self,
@@ -73,7 +79,8 @@ class DecoderStage(nn.Module):
         labels: Tensor | None = None,
         **more: Any,
     ) -> Tensor:
-        """Run the stage: return activations or, on the last stage, logits (B, S, V) or the loss.
+        """Run the stage: return activations or, on the last stage, logits (B, S, V) or the loss,
+        or the hidden states (B, S, D) of a model without a head.
 
         x: ids (B, S) on the first stage, else activations (B, S, D) from the previous stage.
         attention_mask, position_ids (B, S), more: the model's keywords, equal for every stage.
@@ -87,9 +94,12 @@ class DecoderStage(nn.Module):
         activations = self._activations
         activations.enters = None if self._is_first else x
         try:
+            self.base.training = self.training
             if not self._is_last:
-                getattr(self, self._prefix)(**arguments)
+                self.base(**arguments)
                 return activations.take()
+            if not self._prefix:
+                return self.base(**arguments).last_hidden_state
             model = self.__dict__["_model"]
             model.training = self.training
             if labels is None:
@@ -389,15 +399,24 @@ def _is_own(module: nn.Module | None) -> bool:
 
 
 def base_name(model: nn.Module) -> str:
-    """Return the name of the child with the blocks.
+    """Return the name of the child with the blocks, or "" if the model itself is the base.
 
     It is the class's `base_model_prefix` if that child exists, or else the child with the longest
-    list of modules.
+    list of modules, if that is a model of transformers too or `model` has a head.
     """
-    prefix = model.base_model_prefix
+    prefix: object = model.base_model_prefix
     if isinstance(prefix, str) and isinstance(getattr(model, prefix, None), nn.Module):
         return prefix
-    return path_to_blocks(model).partition(".")[0]
+    name = path_to_blocks(model).partition(".")[0]
+    is_model = hasattr(getattr(model, name), "base_model_prefix")
+    has_head = cast(Any, model).get_output_embeddings() is not None
+    return name if is_model or has_head else ""
+
+
+def base_prefix(model: nn.Module) -> str:
+    """Return what names of modules of the base begin with in `model`; "" if it is the base."""
+    name = base_name(model)
+    return f"{name}." if name else ""
 
 
 def path_to_blocks(base: nn.Module) -> str:
