@@ -17,6 +17,7 @@ from tests.train.transformers_ranks import (
     RUN,
     Answer,
     everywhere_float64,
+    expect_answers,
     of_transformers,
     save_model,
     steps_of,
@@ -59,14 +60,36 @@ LAYOUTS = {
     "pipe2xtensor2": {"pipe": 2, "tensor": 2},
     "pipe2xcontext2-zero3": {"pipe": 2, "context": 2, "zero": 3},
 }
-SHARED = {
-    "data2": ({"data": 2}, 2),
-    "data2xpipe2-zero3": ({"data": 2, "pipe": 2, "zero": 3}, 2),
-    "data2xtensor2": ({"data": 2, "tensor": 2}, 4),
-    "data2xtensor2-sequence": ({"data": 2, "tensor": 2, "sequence": 1}, 4),
-    "data4-zero2": ({"data": 4, "zero": 2}, 2),
+_LAST = "parallel.order=[data, pipe, context, tensor]"
+OWN = {
+    "data2-tensor2": ({"data": 2}, {"tensor": 2}, []),
+    "data2xpipe2-zero3-tensor2": ({"data": 2, "pipe": 2, "zero": 3}, {"tensor": 2}, []),
+    "data2xtensor2-tensor4": ({"data": 2, "tensor": 2}, {"tensor": 4}, []),
+    "data2xtensor2-sequence-tensor4": (
+        {"data": 2, "tensor": 2, "sequence": 1},
+        {"tensor": 4},
+        [],
+    ),
+    "data4-zero2-tensor2": ({"data": 4, "zero": 2}, {"tensor": 2}, []),
+    "data2xpipe2xtensor2-tensor4": (
+        {"data": 2, "pipe": 2, "tensor": 2},
+        {"tensor": 4},
+        [_LAST],
+    ),
+    "data2-pipe2": ({"data": 2}, {"pipe": 2}, []),
+    "data4-pipe2-tensor2": ({"data": 4}, {"pipe": 2, "tensor": 2}, []),
+    "data4-zero3-pipe4": ({"data": 4, "zero": 3}, {"pipe": 4}, []),
+    "tensor2-pipe2": ({"data": 2, "tensor": 2}, {"pipe": 2}, []),
+    "pipe2-pipe1": ({"pipe": 2}, {"pipe": 1}, []),
+    "data2xpipe2-pipe4": ({"data": 2, "pipe": 2}, {"pipe": 4}, []),
+    "data2xpipe2-pipe1-tensor2": ({"data": 2, "pipe": 2}, {"pipe": 1, "tensor": 2}, []),
+    "data2-zero3": ({"data": 2}, {"zero": 3}, []),
+    "data2xpipe2-zero3": ({"data": 2, "pipe": 2}, {"zero": 3}, []),
+    "context2xtensor2-zero3": ({"context": 2, "tensor": 2}, {"zero": 3}, []),
+    "data4-zero3-pipe2-zero3": ({"data": 4, "zero": 3}, {"pipe": 2, "zero": 3}, []),
+    "data4-tensor2-zero3": ({"data": 4}, {"tensor": 2, "zero": 3}, []),
 }
-"""Layouts whose data ranks share the teacher, and its tensor ranks."""
+"""Degrees of the model, the teacher's own, and other keys."""
 
 
 def divergence(logits: Tensor, teacher_logits: Tensor, beta: float, temperature: float) -> Tensor:
@@ -207,33 +230,27 @@ def test_three_steps_are_those_of_the_formula(ranks, models, truths, kind, layou
     truth = truths(kind)
     size, changes = asked(LAYOUTS[layout])
     results = ranks(size).run(distilled, [*keys(models, KINDS[kind]), *changes])
-    for step, expected in enumerate(truth.gradients):
-        parity.expect_close([mine.gradients[step] for mine, _ in results], [expected])
-    parity.expect_close([mine.weights for mine, _ in results], [truth.weights])
-    for mine, _ in results:
-        assert mine.losses == pytest.approx(truth.losses, rel=1e-9)
+    expect_answers([mine for mine, _ in results], truth)
 
 
-@pytest.mark.few(1)
+SMALL_OWN = {("jsd", "data2-pipe2"), ("jsd", "data4-tensor2-zero3")}
+
+
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
-        pytest.param(kind, layout, marks=() if (kind, layout) == ("jsd", "data2") else FULL)
+        pytest.param(kind, layout, marks=() if (kind, layout) in SMALL_OWN else FULL)
         for kind in KINDS
-        for layout in SHARED
+        for layout in OWN
     ],
 )
-def test_data_ranks_share_a_teacher_with_more_tensor_ranks(ranks, models, truths, kind, layout):
+def test_a_teacher_has_a_layout_of_its_own(ranks, models, truths, kind, layout):
     """65 ids, of which neither 2 nor 4 ranks have equal numbers."""
-    truth, (degrees, tensor) = truths(kind), SHARED[layout]
+    truth, (degrees, own, more) = truths(kind), OWN[layout]
     size, changes = asked(degrees)
-    changes.append(f"train.distill.teacher_tensor={tensor}")
+    changes += [*more, *(f"train.distill.teacher_{name}={n}" for name, n in own.items())]
     results = ranks(size).run(distilled, [*keys(models, KINDS[kind]), *changes])
-    for step, expected in enumerate(truth.gradients):
-        parity.expect_close([mine.gradients[step] for mine, _ in results], [expected])
-    parity.expect_close([mine.weights for mine, _ in results], [truth.weights])
-    for mine, _ in results:
-        assert mine.losses == pytest.approx(truth.losses, rel=1e-9)
+    expect_answers([mine for mine, _ in results], truth)
 
 
 def write(overrides: list[str], path: str, k: int) -> dict[str, int]:
@@ -276,11 +293,7 @@ def test_a_file_takes_the_place_of_the_teacher(ranks, models, truths, tmp_path, 
     given = [f"model.hf={models[0]}", f"train.distill={section}", *changes]
     assert make_plan(parity.config([*RUN, *given]), size).teacher is None
     results = ranks(size).run(distilled, given)
-    for step, expected in enumerate(truth.gradients):
-        parity.expect_close([mine.gradients[step] for mine, _ in results], [expected])
-    parity.expect_close([mine.weights for mine, _ in results], [truth.weights])
-    for mine, _ in results:
-        assert mine.losses == pytest.approx(truth.losses, rel=1e-9)
+    expect_answers([mine for mine, _ in results], truth)
 
 
 @pytest.mark.full
@@ -414,14 +427,14 @@ def test_a_plan_counts_the_weights_of_the_teacher(models):
 
 def test_a_shared_teacher_takes_less_memory(models):
     given = [*RUN, *keys(models, KINDS["jsd"])]
-    plans = [
-        make_plan(parity.config([*given, "parallel.data=2", *more]), 2)
-        for more in ([], ["train.distill.teacher_tensor=2"])
-    ]
-    (whole, shared) = (stage_loads(x)[0].memory.weights_bytes for x in plans)
+    own = ([], *([f"train.distill.teacher_{x}"] for x in ("tensor=2", "pipe=2", "zero=3")))
+    plans = [make_plan(parity.config([*given, "parallel.data=2", *more]), 2) for more in own]
+    whole, shared, staged, sharded = (stage_loads(x)[0].memory.weights_bytes for x in plans)
+    assert whole > staged > 0 and (0, 1) in {x.ranks for x in plans[2].creations(1)}
     assert plans[1].teacher is not None and plans[1].teacher.topology.dense.axis_size("tensor") == 2
     numbers = [stage_loads(x.teacher)[0].num_parameters for x in plans if x.teacher is not None]
     assert whole - shared == 8 * (numbers[0] - numbers[1]) > 0
+    assert whole - sharded == 8 * numbers[0] // 2
     assert (0, 1) in {x.ranks for x in plans[1].creations(0)}
 
 
@@ -442,19 +455,25 @@ def test_a_shared_teacher_takes_less_memory(models):
         ),
         (["train.distill.logits=x", "train.distill.teacher_tensor=2"], ["train.distill.logits"]),
         (
-            [
-                *("parallel.data=2", "parallel.pipe=2", "parallel.tensor=2"),
-                *("train.distill.teacher_tensor=4", "parallel.order=[data, pipe, context, tensor]"),
-            ],
-            ["parallel.order", "data, pipe"],
+            ["parallel.data=2", "train.distill.teacher_pipe=3"],
+            ["teacher_pipe=3", "parallel.data=2", "a divisor of 2"],
         ),
+        (
+            ["parallel.context=2", "train.distill.teacher_pipe=2"],
+            ["parallel.context=2", "reference"],
+        ),
+        (
+            ["parallel.pipe=2", "train.distill.teacher_pipe=1", "pipeline.microbatches=8"],
+            ["global_batch"],
+        ),
+        (["train.distill.logits=x", "train.distill.teacher_zero=3"], ["train.distill.logits"]),
     ],
 )
 def test_degrees_of_a_teacher_that_ranks_cannot_have_are_refused(models, changes, words):
     given = [*RUN, *keys(models, KINDS["forward"]), *changes]
     with pytest.raises(ConfigError, match=r"train\.distill") as error:
         config = parity.config(given)
-        make_plan(config, 8 if config.parallel.pipe > 1 else 2)
+        make_plan(config, 2)
     assert all(x in str(error.value) for x in words), error.value
 
 

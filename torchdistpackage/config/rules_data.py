@@ -404,32 +404,41 @@ def _a_teacher_has_tokens(c: RunConfig, world_size: int | None) -> str | None:
 
 
 @rule(
-    "train.distill.teacher_tensor",
+    *(f"train.distill.teacher_{x}" for x in ("tensor", "pipe", "zero")),
     "train.distill.logits",
-    *("parallel.tensor", "parallel.data", "parallel.context"),
+    *("parallel.tensor", "parallel.data", "parallel.context", "parallel.pipe"),
 )
-def _a_teacher_is_shared_by_data_ranks(c: RunConfig, world_size: int | None) -> str | None:
-    number, p = c.train.distill.teacher_tensor, c.parallel
-    if number is None or not c.train.distill.is_on:
+def _a_teacher_has_its_own_degrees(c: RunConfig, world_size: int | None) -> str | None:
+    options, p = c.train.distill, c.parallel
+    given = {
+        f"train.distill.teacher_{name}": value
+        for name in ("tensor", "pipe", "zero")
+        if (value := getattr(options, f"teacher_{name}"))
+    }
+    if not given or not options.is_on:
         return None
-    key, problems = f"train.distill.teacher_tensor={number}", list[str]()
-    if not c.train.distill.runs_teacher:
+    key, problems = " and ".join(f"{k}={x}" for k, x in given.items()), list[str]()
+    if not options.runs_teacher:
         return f"{key} has no effect beside train.distill.logits, as no teacher runs; remove it"
-    if p.context > 1:
+    tensor, pipe = options.teacher_tensor or p.tensor, options.teacher_pipe or p.pipe
+    if p.context > 1 and options.has_own_degrees:
         problems.append(
             f"does not go with parallel.context={p.context}, whose ranks have different slices of "
             f"a sequence, where the ranks of a teacher compute the same tokens; remove it, or "
             f"write the teacher's file with tdp reference"
         )
-    if number % p.tensor:
+    if tensor % p.tensor:
         problems.append(
-            f"is no multiple of parallel.tensor={p.tensor}; set it to {multiples(p.tensor, number)}"
+            f"is no multiple of parallel.tensor={p.tensor}; set it to {multiples(p.tensor, tensor)}"
         )
-    elif p.data != "auto" and p.data * p.tensor % number:
-        problems.append(
-            f"does not divide parallel.data={p.data} x parallel.tensor={p.tensor}; set it to "
-            f"{' or '.join(str(p.tensor * d) for d in range(1, p.data + 1) if p.data % d == 0)}"
-        )
+    elif p.data != "auto" and (ranks := p.data * p.tensor * p.pipe) % (tensor * pipe):
+        names = ("data", "tensor") + (("pipe",) if p.pipe > 1 or pipe > 1 else ())
+        degrees = " x ".join(f"parallel.{name}={getattr(p, name)}" for name in names)
+        fits = [n for n in range(1, ranks + 1) if ranks % (n * pipe) == 0 and n % p.tensor == 0]
+        advice = f"set train.distill.teacher_tensor to {' or '.join(map(str, fits))}"
+        if not fits:
+            advice = f"set train.distill.teacher_pipe to a divisor of {ranks // p.tensor}"
+        problems.append(f"does not divide {degrees}; {advice}")
     return f"{key} {'; and '.join(problems)}" if problems else None
 
 

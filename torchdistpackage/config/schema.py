@@ -346,6 +346,16 @@ class DistillSection(Section):
         description="Number of tensor-parallel ranks of the teacher: a multiple of parallel.tensor "
         "over the same ranks, so that data ranks share a large teacher. null: parallel.tensor.",
     )
+    teacher_pipe: k.TensorOrNull = Field(
+        default=None,
+        description="Number of pipeline stages of the teacher, on the same ranks: more of them "
+        "than parallel.pipe for a teacher that does not fit, or fewer. null: parallel.pipe.",
+    )
+    teacher_zero: k.TeacherZero = Field(
+        default=0,
+        description="3: the teacher's data ranks each keep a shard of its weights and gather those "
+        "of a block while it runs. Set it if the teacher does not fit. 0: each has all of them.",
+    )
     beta: k.Fraction = Field(
         default=0.0,
         description="Divergence to minimize (trl's beta). 0: forward KL(teacher || student); 1: "
@@ -366,6 +376,11 @@ class DistillSection(Section):
     def is_on(self) -> bool:
         """Return whether the run learns from a teacher."""
         return self.teacher is not None or self.logits is not None
+
+    @property
+    def has_own_degrees(self) -> bool:
+        """Return whether the teacher has other tensor ranks or stages than the model."""
+        return self.teacher_tensor is not None or self.teacher_pipe is not None
 
     @property
     def runs_teacher(self) -> bool:

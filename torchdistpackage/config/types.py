@@ -179,6 +179,7 @@ ChunksOrNull = Annotated[int, Field(ge=1, le=MAX_CHUNKS), _Whole] | None
 TensorOrNull = Annotated[int, Field(ge=1, le=1024), _Whole] | None
 ProcsOrNull = Annotated[int, Field(ge=1, le=MAX_PROCS), _Whole] | None
 Steps = Annotated[int, Field(ge=1, le=MAX_STEPS), _Whole]
+TeacherZero = Annotated[Literal[0, 3], Expected("0 or 3")]
 StepsOrZero = Annotated[int, Field(ge=0, le=MAX_STEPS), _Whole]
 StepsOrNull = StepsOrZero | None
 Restarts = Annotated[int, Field(ge=0, le=1000), _Whole]

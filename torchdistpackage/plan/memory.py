@@ -130,11 +130,13 @@ def with_frozen(
     topology: Topology,
     layouts: Iterable[Layout],
     rank: int,
+    num_shards: int = 1,
 ) -> MemoryEstimate:
-    """Return the estimate with the weights of a frozen model beside, of which a rank has all."""
+    """Return the estimate with the weights of a frozen model beside, which so many ranks share."""
     width = number_formats(config.precision).weights.num_bytes
     numbers = (num_elements(x, topology.view(x.view), rank) for x in layouts)
-    return replace(estimate, weights_bytes=estimate.weights_bytes + width * sum(numbers))
+    num_bytes = -(-width * sum(numbers) // num_shards)
+    return replace(estimate, weights_bytes=estimate.weights_bytes + num_bytes)
 
 
 def _parts(

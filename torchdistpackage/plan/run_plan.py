@@ -17,6 +17,7 @@ from torchdistpackage.config.slurm import header
 from torchdistpackage.ddp.bucket_plan import MIB, bucket_sizes
 from torchdistpackage.errors import ConfigError, LayoutError
 from torchdistpackage.layout.derive import (
+    BATCH_AXES,
     Creation,
     creations,
     data_ranks_of_node,
@@ -38,7 +39,7 @@ from torchdistpackage.plan.memory import (
 )
 from torchdistpackage.plan.stage_partition import ModelUnits, Stages
 from torchdistpackage.plan.stage_partition import stages as find_stages
-from torchdistpackage.plan.teacher import teacher_config
+from torchdistpackage.plan.teacher import sharing_groups, teacher_config
 from torchdistpackage.plan.traced_stage import TracedStage
 from torchdistpackage.plan.user_code import user_targets
 from torchdistpackage.schedule.actions import ActionKind, Program, Schedule, flatten
@@ -145,9 +146,18 @@ class Plan:
         planned = creations(self.topology, rank, sums=kinds, num_data=self.zero_group)
         if self.teacher is None:
             return planned
-        ranks = tuple(self.teacher.topology.dense.group(rank, ("tensor",)))
+        mesh, options = self.teacher.topology.dense, self.config.train.distill
+        more = [Creation(tuple(mesh.group(rank, ("tensor",))), axes=("tensor",))]
+        if options.teacher_pipe is not None:
+            ranks = tuple(mesh.group(rank, ("pipe",)))
+            more.append(Creation(ranks, neighbours=True, axes=("pipe",)))
+        if options.teacher_zero:
+            more.append(Creation(tuple(mesh.group(rank, BATCH_AXES)), axes=("data",)))
+        if mesh != self.topology.dense:
+            more.append(Creation(sharing_groups(self.topology.dense, mesh)[rank]))
         members = {each.ranks for each in planned}
-        return (*planned, *([] if ranks in members else [Creation(ranks, axes=("tensor",))]))
+        distinct = {x.ranks: x for x in reversed(more) if x.ranks not in members}
+        return (*planned, *reversed(distinct.values()))
 
     @cached_property
     def _kinds_of_layouts(self) -> dict[int, list[Layout]]:
@@ -309,14 +319,6 @@ def _teacher_plan(student: Plan, world_size: int, source: str, ranks_per_node: i
                 f"{folder} has a vocabulary of {number} ids, but the model has {own_number}; "
                 f"name a teacher whose logits are of the same ids"
             )
-        meshes = student.topology.dense, plan.topology.dense
-        if any(len({mesh.index(x, "pipe") for mesh in meshes}) > 1 for x in range(world_size)):
-            setting = f"train.distill.teacher_tensor={config.train.distill.teacher_tensor}"
-            texts.append(
-                f"{setting} takes data and tensor ranks of one stage together, but "
-                f"parallel.order=[{', '.join(config.parallel.order)}] has others between them; "
-                f"put pipe first"
-            )
         if not texts:
             return plan
     raise ConfigErrors(source, [config.problem(key, text) for text in texts])
@@ -443,9 +445,12 @@ def rank_memory(
     """Return the memory of a rank with these parameters, with NCCL's communicators on a GPU."""
     estimate = memory(plan.config, plan.topology, layouts, rank, plan.packed)
     if plan.teacher is not None:
-        pipe_index, every = plan.topology.dense.coord(rank)["pipe"], plan.teacher.layouts.values()
-        frozen = [x for x in every if not x.stages or pipe_index in x.stages]
-        estimate = with_frozen(estimate, plan.teacher.config, plan.teacher.topology, frozen, rank)
+        mesh, every = plan.teacher.topology.dense, plan.teacher.layouts.values()
+        frozen = [x for x in every if not x.stages or mesh.index(rank, "pipe") in x.stages]
+        shards = mesh.axis_size(*BATCH_AXES) if plan.config.train.distill.teacher_zero else 1
+        estimate = with_frozen(
+            estimate, plan.teacher.config, plan.teacher.topology, frozen, rank, num_shards=shards
+        )
     if not on_gpu:
         return estimate
     connected = communicators(

@@ -1,13 +1,21 @@
 """The run of a teacher beside the model that is distilled from it, and its tokenizer. No torch."""
 
+from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from torchdistpackage.config.errors import Problem
 from torchdistpackage.config.hugging_face import token_ids, tokenizer_file
 from torchdistpackage.config.model_section import ModelSection
 from torchdistpackage.config.optim_section import OptimSection
-from torchdistpackage.config.schema import CheckpointSection, RunConfig, TrainSection
+from torchdistpackage.config.schema import (
+    CheckpointSection,
+    PipelineSection,
+    RunConfig,
+    TrainSection,
+)
 from torchdistpackage.errors import DataError
+from torchdistpackage.topology.mesh import Mesh
 
 _SHOWN = 3
 
@@ -16,23 +24,31 @@ def teacher_config(config: RunConfig) -> RunConfig:
     """Return the run that has the teacher as its model, on the same ranks.
 
     Its stages are cut by its own costs, as measured costs are those of the model. More tensor ranks
-    than the model has are data ranks of the model.
+    or stages than the model has are data ranks of the model.
     """
     partition = "cost" if config.pipeline.partition == "time" else config.pipeline.partition
     pipeline = config.pipeline.model_copy(update={"costs": None, "partition": partition})
     precision = config.precision.model_copy(update={"fp8": "off"})
-    parallel = config.parallel
-    if (tensor := config.train.distill.teacher_tensor) is not None:
-        data = parallel.data
-        data = data if data == "auto" else data * parallel.tensor // tensor
+    parallel, options = config.parallel, config.train.distill
+    if options.has_own_degrees:
+        data, tensor = parallel.data, options.teacher_tensor or parallel.tensor
+        pipe = options.teacher_pipe or parallel.pipe
+        if data != "auto":
+            data = data * parallel.tensor * parallel.pipe // (tensor * pipe)
         # sums of gradients, of which a frozen model has none, are over groups of the model's data
-        changes = {"tensor": tensor, "data": data, "zero": 0, "zero_group": None}
-        if parallel.tensor == 1:  # then tensor ranks of the teacher are data ranks alone
-            order = [axis for axis in parallel.order if axis != "tensor"]
-            changes["order"] = tuple(
-                x for axis in order for x in ((axis, "tensor") if axis == "data" else (axis,))
-            )
+        changes = {"tensor": tensor, "pipe": pipe, "data": data, "zero": 0, "zero_group": None}
+        # axes that the model does not have are data ranks of it, so they go beside these
+        new = [x for x in ("pipe", "tensor") if getattr(parallel, x) == 1]
+        order = [axis for axis in parallel.order if axis not in new]
+        changes["order"] = tuple(
+            x for axis in order for x in ((axis, *new) if axis == "data" else (axis,))
+        )
         parallel = parallel.model_copy(update=changes)
+        if pipe != config.parallel.pipe:
+            # the order and the placement of the model's stages need not be for so many
+            plain = PipelineSection()
+            names = ("schedule", "chunks", "file")
+            pipeline = pipeline.model_copy(update={x: getattr(plain, x) for x in names})
     return config.model_copy(
         update={
             "model": ModelSection(
@@ -46,6 +62,32 @@ def teacher_config(config: RunConfig) -> RunConfig:
             "parallel": parallel,
         }
     )
+
+
+@lru_cache(maxsize=4)
+def sharing_groups(student: Mesh, teacher: Mesh) -> Mapping[int, tuple[int, ...]]:
+    """Return for each rank the ranks, itself included, that send it samples or logits, or get
+    some from it, directly or through others.
+
+    Where each rank has the same stage of both models, the groups are of one stage each.
+    """
+    num = student.size
+    is_aligned = stages_agree(student, teacher)
+    together: dict[tuple[str, int, int], list[int]] = {}
+    for rank in range(num):
+        stage = student.index(rank, "pipe") if is_aligned else 0
+        for name, mesh in (("student", student), ("teacher", teacher)):
+            together.setdefault((name, stage, mesh.index(rank, "data")), []).append(rank)
+    joined: dict[int, set[int]] = {}
+    for ranks in together.values():
+        group = set(ranks).union(*(joined.get(rank, ()) for rank in ranks))
+        joined |= dict.fromkeys(group, group)
+    return {rank: tuple(sorted(group)) for rank, group in joined.items()}
+
+
+def stages_agree(student: Mesh, teacher: Mesh) -> bool:
+    """Return whether each rank has the same stage of both models."""
+    return all(student.index(x, "pipe") == teacher.index(x, "pipe") for x in range(student.size))
 
 
 def other_tokenizer(config: RunConfig) -> list[Problem]:

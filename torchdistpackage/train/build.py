@@ -28,6 +28,7 @@ from torchdistpackage.config.optim_section import OptimSection
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.data.source import DataSource, SequenceSource
 from torchdistpackage.ddp.naive_ddp import NaiveDDP
+from torchdistpackage.ddp.zero.frozen import ShardedWeights
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import ConfigError, ScheduleError
 from torchdistpackage.harness.watchdog import HangWatchdog
@@ -46,6 +47,7 @@ from torchdistpackage.plan.memory import activation_budget_gb
 from torchdistpackage.plan.reference_file import wrong_reference
 from torchdistpackage.plan.run_plan import Plan, rank_memory
 from torchdistpackage.plan.step_time import known_step_seconds
+from torchdistpackage.plan.teacher import sharing_groups
 from torchdistpackage.plan.user_code import user_object
 from torchdistpackage.run_files import CHECKPOINTS
 from torchdistpackage.schedule.actions import Schedule
@@ -256,24 +258,36 @@ def preference_task(model: StagedModel, kind: type[_PreferenceT] = PreferenceLos
 def distillation_task(model: StagedModel, teacher_plan: Plan) -> TeacherLoss:
     """Return the loss of a run with a teacher, whose weights all ranks read together."""
     config, mesh = model.plan.config, teacher_plan.topology.dense
-    group = tpc.groups.along(mesh, ("tensor",))
+    options, student_mesh = config.train.distill, model.plan.topology.dense
+    # in the order of `Plan.creations`, as first uses create and connect groups
+    group, pipe = tpc.groups.along(mesh, ("tensor",)), tpc.groups.along(mesh, ("pipe",))
     stage, layouts, loss = _stage(teacher_plan, model.device, model.sequence, group)
     stage.requires_grad_(False).eval()
+    shards = None
+    if options.teacher_zero:
+        data = tpc.groups.along(mesh, BATCH_AXES)
+        shards = ShardedWeights(stage, data, model.plan.bucket_bytes)
     teacher = replace(model, plan=teacher_plan, stage=stage, layouts=layouts, loss=loss)
     seed_rank(config.run.seed, model.plan.topology.dense, model.rank)
     executor = Executor(
         evaluation(teacher_plan.schedule, config.pipeline.microbatches),
-        tpc.get_group("pipe"),
+        pipe,
         device=model.device,
         timeout_s=start_timeout_s(config),
     )
+    logits_of, teacher_logits_of = LogitsOf.last_stage(model.stage), LogitsOf.last_stage(stage)
+    members = None
+    if mesh != student_mesh:
+        sharing = tpc.groups.of(sharing_groups(student_mesh, mesh)[model.rank])
+        members = TeacherMembers.of(model.plan, teacher_plan, sharing, logits_of, teacher_logits_of)
     return TeacherLoss(
         teacher,
         executor,
-        config.train.distill,
-        logits_of=LogitsOf.last_stage(model.stage),
-        teacher_logits_of=LogitsOf.last_stage(stage),
-        members=None if mesh == model.plan.topology.dense else TeacherMembers.of(model.plan, group),
+        options,
+        logits_of=logits_of,
+        teacher_logits_of=teacher_logits_of,
+        members=members,
+        shards=shards,
     )
 
 
@@ -466,7 +480,8 @@ def _stage(
     the last stage. tensor: ranks that share layers; None: those of the run.
     """
     config = plan.config
-    stage, layouts, loss = make_stages(plan, tpc.get_pp_rank(), device, sequence, tensor)
+    index = plan.topology.dense.index(tpc.rank, "pipe")  # a teacher's own, where it has one
+    stage, layouts, loss = make_stages(plan, index, device, sequence, tensor)
     if plan.model is None:
         seed_rank(config.run.seed, plan.topology.dense, tpc.rank)
     elif (folder := config.model.initial_folder) is not None:

@@ -18,12 +18,15 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.config.schema import DistillSection
 from torchdistpackage.data.source import IGNORE
+from torchdistpackage.ddp.zero.frozen import ShardedWeights
 from torchdistpackage.layout.derive import even_share
 from torchdistpackage.parallel.pipeline.executor import Executor
 from torchdistpackage.parallel.pipeline.losses import totals_on
 from torchdistpackage.parallel.tensor.divergence import vocab_parallel_divergence
 from torchdistpackage.parallel.tensor.embedding import vocab_range
 from torchdistpackage.plan.run_plan import Plan
+from torchdistpackage.plan.teacher import stages_agree
+from torchdistpackage.topology.mesh import Mesh
 from torchdistpackage.train.staged_model import (
     Microbatches,
     MicrobatchLoss,
@@ -58,79 +61,141 @@ class LogitsOf:
 
 
 @dataclass(frozen=True)
-class TeacherMembers:
-    """The tensor ranks of a teacher, which are several data ranks of the model: they compute the
-    teacher on the samples of all of them.
+class _LogitsBlock:
+    """The logits of some samples and columns of the vocabulary that a rank has; maybe none."""
 
-    places: (data index, tensor index) in the model of each rank of `group`. tensor: size of the
-    model's tensor axis. vocab: number of ids.
+    rows: range
+    columns: range
+
+    def within(self, other: "_LogitsBlock") -> tuple[slice, slice]:
+        """Return what both have, as slices of the rows and columns of `other`."""
+        slices: list[slice] = []
+        for own, their in ((self.rows, other.rows), (self.columns, other.columns)):
+            low, high = max(own.start, their.start), min(own.stop, their.stop)
+            slices.append(slice(low - their.start, max(high, low) - their.start))
+        return slices[0], slices[1]
+
+    def num_shared(self, other: "_LogitsBlock") -> tuple[int, int]:
+        """Return the numbers of rows and of columns that both have."""
+        rows, columns = self.within(other)
+        return rows.stop - rows.start, columns.stop - columns.start
+
+
+_NONE = _LogitsBlock(range(0), range(0))
+
+
+@dataclass(frozen=True)
+class TeacherMembers:
+    """The ranks that send each other samples and logits where a teacher has degrees of its own.
+
+    Its rows are those of all data indices of the model in `group`, and the teacher's data indices
+    there share them evenly.
+
+    givers: index in the group of a rank with the inputs of each data index. own: this rank's rows
+    in the teacher. wanted, made: by index in the group, the logits that the rank needs in the
+    model, and those that it has in the teacher. shape: of the inputs of a microbatch (B, S).
+    num: of microbatches. is_aligned: each rank has the same stage of both.
     """
 
     group: Group
-    places: Sequence[tuple[int, int]]
-    tensor: int
-    vocab: int
+    givers: Sequence[int]
+    own: range
+    wanted: Sequence[_LogitsBlock]
+    made: Sequence[_LogitsBlock]
+    shape: tuple[int, int]
+    num: int
+    is_aligned: bool
 
     @classmethod
-    def of(cls, plan: Plan, group: Group) -> "TeacherMembers":
-        """Return it for the plan of the model."""
-        mesh = plan.topology.dense
-        ranks = primitives.ranks_of(group)
-        places = [(mesh.index(x, "data"), mesh.index(x, "tensor")) for x in ranks]
+    def of(
+        cls, plan: Plan, teacher: Plan, group: Group, model: LogitsOf, teacher_logits: LogitsOf
+    ) -> "TeacherMembers":
+        """Return it for the plans of the model and its teacher."""
+        meshes = plan.topology.dense, teacher.topology.dense
+        ranks, (mesh, teacher_mesh) = primitives.ranks_of(group), meshes
         assert plan.shape is not None
-        return cls(group, places, mesh.axis_size("tensor"), plan.shape.vocab)
+        vocab, size = plan.shape.vocab, plan.samples_per_microbatch
+        indices = sorted({mesh.index(x, "data") for x in ranks})
+        replicas = sorted({teacher_mesh.index(x, "data") for x in ranks})
+        share = size * len(indices) // len(replicas)
+        first, last = plan.schedule.placement[0], plan.schedule.placement[-1]
+        teacher_last = teacher.schedule.placement[-1]
+        is_aligned = stages_agree(*meshes)
 
-    @property
-    def data_indices(self) -> list[int]:
-        """The data indices of the model whose samples the teacher computes together, in order."""
-        return sorted({index for index, _ in self.places})
+        def block(
+            mesh: Mesh, rank: int, logits: LogitsOf, number: int, order: list[int]
+        ) -> _LogitsBlock:
+            at = order.index(mesh.index(rank, "data")) * number
+            tensor = mesh.index(rank, "tensor")
+            columns = range(vocab)
+            if logits.group is not None:
+                begin, num = even_share(vocab, mesh.axis_size("tensor"), tensor)
+                columns = range(begin, begin + num)
+            return _LogitsBlock(range(at, at + number), columns)
 
-    def gathered(self, rows: Sequence[Tensor] | None) -> Sequence[Tensor] | None:
-        """Return microbatches with the rows (c B, ...) of all `data_indices`, of those that each
-        rank has (B, ...); on all ranks of the group.
+        wanted = [
+            block(mesh, x, model, size, indices) if mesh.index(x, "pipe") == last else _NONE
+            for x in ranks
+        ]
+        made = [
+            block(teacher_mesh, x, teacher_logits, share, replicas)
+            # with whole rows on all tensor ranks the first of them sends its own
+            if teacher_mesh.index(x, "pipe") == teacher_last
+            and (teacher_logits.group is not None or teacher_mesh.index(x, "tensor") == 0)
+            else _NONE
+            for x in ranks
+        ]
+        stage = first if not is_aligned else mesh.index(ranks[0], "pipe")
+        places = [(mesh.index(x, "data"), mesh.index(x, "pipe")) for x in ranks]
+        at = replicas.index(teacher_mesh.index(ranks[group.rank()], "data")) * share
+        return cls(
+            group,
+            [places.index((index, stage)) for index in indices],
+            range(at, at + share),
+            wanted,
+            made,
+            (size, plan.shape.seq_len),
+            plan.schedule.num_microbatches,
+            is_aligned,
+        )
+
+    def gathered(self, rows: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+        """Return microbatches with this rank's rows in the teacher, of those that each rank has
+        in the model (B, S); on all ranks of the group.
         """
-        if not rows:
-            return rows
-        every = primitives.all_gather(torch.cat(list(rows)), self.group)
-        by_rank = every.view(len(self.places), len(rows), *rows[0].shape)
-        firsts = [[index for index, _ in self.places].index(x) for x in self.data_indices]
-        return list(by_rank[firsts].transpose(0, 1).flatten(1, 2))
+        if rows:
+            own = torch.stack(list(rows))
+        elif self.is_aligned:  # no rank of this stage has any
+            return ()
+        else:
+            own = torch.zeros(self.num, *self.shape, dtype=torch.int64, device=device)
+        every = primitives.all_gather(own.flatten(0, 1), self.group)
+        by_rank = every.view(len(self.made), self.num, *self.shape)[list(self.givers)]
+        joined = by_rank.transpose(0, 1).flatten(1, 2)
+        return list(joined[:, self.own.start : self.own.stop])
 
-    def own_columns(self, logits: Tensor, model: LogitsOf, teacher: LogitsOf) -> Tensor:
-        """Return the logits (B, S, columns of this rank in the model) of this rank's samples, of
-        those (c B, S, columns of this rank in the teacher) of all samples.
+    def exchanged(self, logits: Tensor | None, like: Tensor) -> Tensor:
+        """Return the logits (B, S, columns) that this rank needs in the model, of those that it
+        has in the teacher; empty where it needs none. like: an empty tensor of their type.
         """
-        indices, (own_index, own_tensor) = self.data_indices, self.places[self.group.rank()]
-        by_index = dict(zip(indices, logits.chunk(len(indices)), strict=True))
-        first, last = self._columns(own_tensor, model)
-        if teacher.group is None:
-            return by_index[own_index][..., first:last].clone()
-        # each rank gets the columns that it has in the model, from all that have some of them
-        spans = [self._columns_of_teacher(x) for x in range(len(self.places))]
-        begin, end = spans[self.group.rank()]
-        sent: list[Tensor] = []
-        for index, tensor in self.places:
-            low, high = self._columns(tensor, model)
-            low, high = max(low, begin), min(high, end)
-            sent.append(by_index[index][..., low - begin : max(high, low) - begin].flatten())
-        rows = by_index[own_index].shape[:-1]
-        widths = [max(min(b, last) - max(a, first), 0) for a, b in spans]
-        sizes = [width * rows.numel() for width in widths]
-        lengths = [len(x) for x in sent]
+        own_made, own_wanted = self.made[self.group.rank()], self.wanted[self.group.rank()]
+        sent, lengths, sizes = [like], list[int](), list[int]()
+        length = self.shape[1]
+        for wanted, made in zip(self.wanted, self.made, strict=True):
+            rows, columns = wanted.within(own_made)
+            part = like if logits is None else logits[rows, :, columns].flatten()
+            sent.append(part)
+            lengths.append(len(part))
+            num_rows, num_columns = own_wanted.num_shared(made)
+            sizes.append(num_rows * length * num_columns)
         received = primitives.all_to_all(torch.cat(sent), self.group, lengths, sizes)
-        parts = zip(received.split(sizes), widths, strict=True)
-        return torch.cat([x.view(*rows, width) for x, width in parts], -1)
-
-    def _columns(self, index: int, model: LogitsOf) -> tuple[int, int]:
-        """Return the first and the end of the columns at this tensor index of the model."""
-        if model.group is None:
-            return 0, self.vocab
-        first, number = even_share(self.vocab, self.tensor, index)
-        return first, first + number
-
-    def _columns_of_teacher(self, index: int) -> tuple[int, int]:
-        first, number = even_share(self.vocab, len(self.places), index)
-        return first, first + number
+        number, width = len(own_wanted.rows), len(own_wanted.columns)
+        result = received.new_empty(number, length, width)
+        for made, part in zip(self.made, received.split(sizes), strict=True):
+            rows, columns = made.within(own_wanted)
+            shape = rows.stop - rows.start, length, columns.stop - columns.start
+            result[rows, :, columns] = part.view(shape)
+        return result
 
 
 DivergenceOf = Callable[[Tensor, int], Tensor]
@@ -198,8 +263,8 @@ class TeacherLoss(DistillLoss):
     """The loss beside a teacher that runs.
 
     teacher: frozen, on the ranks of the model. executor: runs it, forward alone; that of the model
-    would expect messages of the model's width. members: its tensor ranks, if they are several data
-    ranks of the model.
+    would expect messages of the model's width. members: the ranks that exchange its samples and
+    logits, if it has degrees of its own. shards: its weights, if its data ranks share them.
     """
 
     def __init__(
@@ -211,34 +276,45 @@ class TeacherLoss(DistillLoss):
         logits_of: LogitsOf,
         teacher_logits_of: LogitsOf,
         members: TeacherMembers | None = None,
+        shards: ShardedWeights | None = None,
     ):
         super().__init__(teacher.device, options, logits_of)
         self.executors = (executor,)
         self._teacher, self._teacher_logits_of = teacher, teacher_logits_of
-        self._members = members
+        self._members, self._shards = members, shards
 
     def divergence_of(self, batch: Microbatches) -> DivergenceOf:
         """Run the teacher on these microbatches; see `DistillLoss`."""
-        teacher_logits: dict[int, Tensor] = {}
+        members, device = self._members, self._teacher.device
+        by_microbatch: dict[int, Tensor] = {}
 
         def keep(outputs: Tensor, targets: Tensor, m: int) -> tuple[Tensor, Tensor]:
-            teacher_logits[m] = self._columns_of_model(outputs)
-            return torch.zeros((), device=targets.device), torch.zeros((), device=targets.device)
+            by_microbatch[m] = self._columns_of_model(outputs)
+            return torch.zeros((), device=device), torch.zeros((), device=device)
 
         inputs, targets, positions = batch
-        if self._members is not None:
-            inputs = self._members.gathered(inputs) or ()
-            positions = self._members.gathered(positions)
+        if members is not None:
+            inputs = members.gathered(inputs, device)
+            positions = None if positions is None else members.gathered(positions, device)
+            # a rank need not have the last stage of both, and the loss here reads no target
+            targets = [torch.zeros(0, device=device)] * members.num
         own_executor = self.executors[0]
         forward = self._teacher.forward_and_loss(
-            own_executor, inputs, targets, totals_on(self._teacher.device), positions, loss=keep
+            own_executor, inputs, targets, totals_on(device), positions, loss=keep
         )
-        own_executor.run(forward)
+        with torch.no_grad():
+            own_executor.run(forward)
+        if members is not None and not members.is_aligned:
+            # float32, as ranks without logits of the teacher do not know their type
+            like = torch.zeros(0, dtype=_wide(self._teacher), device=device)
+            for m in range(members.num):
+                own = by_microbatch.get(m)
+                by_microbatch[m] = members.exchanged(None if own is None else own.to(like), like)
 
         def divergence(logits: Tensor, m: int) -> Tensor:
             return vocab_parallel_divergence(
                 logits,
-                teacher_logits.pop(m),
+                by_microbatch.pop(m),
                 self._logits_of.group,
                 beta=self._options.beta,
                 temperature=self._options.temperature,
@@ -247,10 +323,15 @@ class TeacherLoss(DistillLoss):
         return divergence
 
     def _columns_of_model(self, outputs: Tensor) -> Tensor:
-        """Return the teacher's logits of the columns that this rank of the model has."""
+        """Return the teacher's logits of the columns that this rank of the model has, or those
+        that are to be exchanged.
+        """
         own_group, teacher = self._logits_of.group, self._teacher_logits_of
         if self._members is not None:
-            return self._members.own_columns(teacher.own_columns(outputs), self._logits_of, teacher)
+            logits = teacher.own_columns(outputs)
+            if not self._members.is_aligned:
+                return logits
+            return self._members.exchanged(logits, logits.new_empty(0))
         if (own_group is None) == (teacher.group is None):
             return teacher.own_columns(outputs)
         logits = teacher.whole(outputs)
@@ -258,3 +339,9 @@ class TeacherLoss(DistillLoss):
             return logits
         first, number = vocab_range(logits.shape[-1], own_group)
         return logits[..., first : first + number].clone()  # the other columns are not needed
+
+
+def _wide(model: StagedModel) -> torch.dtype:
+    """Return the type in which ranks exchange logits: float64 of such weights, else float32."""
+    dtypes = {p.dtype for p in model.stage.parameters()}
+    return torch.float64 if torch.float64 in dtypes else torch.float32
