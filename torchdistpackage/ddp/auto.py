@@ -47,7 +47,7 @@ _COMPRESSED = {
 }
 
 WORTH_IT = 0.03
-"""Share of a step that ZeRO must save to be chosen; smaller differences are within the error."""
+"""Fraction of a step that ZeRO must save to be chosen; smaller differences are within the error."""
 
 NUM_TRIALS, NUM_BUCKETS = 3, 4
 """Number of trials, of which the shortest counts, and of buckets in each trial of the link. Other
@@ -118,7 +118,7 @@ def _zero_is_faster(
     layouts: Mapping[str, Layout] | None,
     wire_dtype: torch.dtype | None,
 ) -> bool:
-    """Return the first rank's answer to whether ZeRO's step is shorter; log one line there."""
+    """Return the first rank's decision whether ZeRO's step is shorter; log one line there."""
     among = batch_group() if group is None else group
     deciders = world() if group is None else group
     if deciders.size() == 1 or not any(p.requires_grad for p in module.parameters()):

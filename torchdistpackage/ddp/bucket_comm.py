@@ -87,7 +87,7 @@ class BucketComm(Protocol):
 class AllReduceBucket:
     """A bucket that `hook` reduces in place, so that all ranks get the sum.
 
-    Members without a gradient on this rank are kept until `learn` gets their summed flags.
+    Members without a gradient on this rank are kept until `learn` gets their all-reduced flags.
     """
 
     holders: Sequence[Tensor] = ()
@@ -173,7 +173,7 @@ def read_used_flags(bucket_comms: Sequence[BucketComm]) -> None:
 
 
 class ReducerParts(NamedTuple):
-    """The parts of a reducer that its owner makes from the owner's options.
+    """Objects for a reducer that its owner creates from the owner's options.
 
     make_bucket_comm: creates the communication of a bucket.
     planner: chooses the order and sizes of buckets.
@@ -243,7 +243,7 @@ class GradBuckets:
         self.pack(packing, moving)
 
     def leave(self) -> set[nn.Parameter]:
-        """Give up all buckets, and return the parameters whose gradients were in them."""
+        """Release all buckets, and return the parameters whose gradients were in them."""
         moving: set[nn.Parameter] = set()
         self.bucket_comms.clear()
         for bucket in self.buckets:

@@ -15,7 +15,7 @@ ALIGN_BYTES = 64
 """Members start on a cache line, so that copies and kernels run at full width."""
 
 SLIGHT = 1 / 16
-"""Share of the cap below which a bucket takes one more member, however large."""
+"""Fraction of the cap below which a bucket takes one more member, however large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +31,22 @@ class BucketSizes:
 
 
 _SMALL = tuple(n * MIB for n in (1, 2, 4, 8, 16, 32))
-"""Smaller buckets would cost more processor time for calls than they save in waiting."""
+"""Smallest useful bucket: smaller ones cost more processor time for calls than they save in
+waiting.
+"""
 HOST = BucketSizes(4 * MIB, _SMALL)
 QUEUED = BucketSizes(32 * MIB, (*_SMALL, 64 * MIB, 128 * MIB))
-"""A link between devices carries 4 MiB in less time than the host takes to issue the call."""
+"""Bucket size on a queue: a link between devices carries 4 MiB faster than the host issues the
+call.
+"""
 
 
 SLICE_BYTES = MIB
-"""Least of a bucket that one rank of a large group sums on a queue."""
+"""Smallest slice of a bucket that one rank of a large group reduces on a queue."""
 _LARGEST_BYTES = 512 * MIB
-"""A gather of ZeRO 3 holds a whole bucket, so larger ones cost more memory than they save time."""
+"""Largest bucket: a gather of ZeRO 3 holds a full bucket, so larger ones cost more memory than they
+save time.
+"""
 
 
 def bucket_sizes(*, queued: bool, num_ranks: int = 1) -> BucketSizes:

@@ -32,7 +32,7 @@ NUM_CALLS = 8
 """Number of small calls that are timed; the shortest is the cost of a call."""
 
 NOT_WORTH_IT = 0.005
-"""Share of the time by which a plan with fewer buckets may be slower and still be chosen."""
+"""Fraction of the time by which a plan with fewer buckets may be slower and still be chosen."""
 
 
 class BucketTuner:

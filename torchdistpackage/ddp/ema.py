@@ -32,8 +32,8 @@ from torchdistpackage.errors import CheckpointError, LayoutError
 from torchdistpackage.layout.partition import greedy_partition
 
 Slots = list[tuple[str, Tensor, dict[str, Tensor | None], str]]
-"""(name, this rank's average or copy, the dict of its submodule, its key there). The dict is kept,
-not the tensor, because tensors may be replaced."""
+"""Rows (name, this rank's average or copy, the dict of its submodule, its key there). The dict is
+kept instead of the tensor, because tensors may be replaced."""
 
 RECEIVES_AHEAD = 4
 """Number of averages that the first rank receives at a time."""

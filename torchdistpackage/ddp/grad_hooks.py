@@ -139,7 +139,7 @@ def current_stream(device: int) -> StreamId:
 
 
 def stream_of(numbers: StreamId) -> torch.cuda.Stream:
-    """Return the stream that has these numbers."""
+    """Return the stream with these numbers."""
     stream_id, device, kind = numbers
     return torch.cuda.Stream(stream_id=stream_id, device_index=device, device_type=kind)
 

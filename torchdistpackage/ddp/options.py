@@ -85,7 +85,7 @@ class ResolvedOptions:
     def prepare(
         self, module: nn.Module, specs: Sequence[ParamSpec]
     ) -> tuple[list[ParamSpec], ReducerParts]:
-        """Return the parameters as they are to be reduced, and the reducer's parts.
+        """Return the parameters in the form to be reduced, and the reducer's parts.
 
         The first call is collective if a group has four ranks or more.
         """

@@ -123,7 +123,7 @@ class ParamSpec:
 
 
 def batch_group() -> Group:
-    """Return the ranks that see different tokens: tpc's data and context axes, or else all
+    """Return the ranks that see different tokens: those along tpc's data and context axes, else all
     ranks.
     """
     if tpc.is_set:
@@ -139,9 +139,7 @@ def layouts_of(
 ) -> Layouts:
     """Return the layouts by which gradients of the parameters `named` are summed.
 
-    chosen: if not None, use only these.
-    over: ranks over which the wrapper sums parameters that are not listed; None: tpc's batch ranks,
-        or all ranks.
+    chosen: if not None, the only layouts to use.
     """
     chosen = None if chosen is None else dict(chosen)
     if module is not None:
@@ -211,9 +209,10 @@ def sum_group(layout: Layout | None, group: Group, over: Collection[int] | None 
 
 
 def shard_groups(layout: Layout | None, num_data: int) -> tuple[Group, Group | None]:
-    """Return the ranks that shard the sum of a parameter, and those with the same shard.
+    """Return the ranks that shard the sum of a parameter, and the ranks with the same shard.
 
-    num_data: neighbours along tpc's data axis that shard (`sharding_ranks` of layout/derive.py).
+    num_data: number of neighbours along tpc's data axis that shard (`sharding_ranks` of
+    layout/derive.py).
     """
     dense = tpc.topology.dense
     summed = tuple(dense.group(tpc.rank, BATCH_AXES)) if layout is None else summed_over(layout)

@@ -105,7 +105,9 @@ class BackwardQueue:
                     return
 
     def _end(self) -> None:
-        """Launch what is left when the backward is over, round after round, and finish it."""
+        """Launch the remaining buckets when the backward is over, round after round, and finish
+        it.
+        """
         rounds, self._rounds = self._rounds, [[]]
         for armed in rounds:
             for reducer, _ in armed:
@@ -115,8 +117,8 @@ class BackwardQueue:
 
 
 ARMING = Lock()
-"""Lock held while a reducer is armed and enqueued. Autograd's threads may reach outputs at once,
-and the reducer must be armed only once."""
+"""Lock held while a reducer is armed and enqueued, because autograd's threads may reach outputs at
+the same time and a reducer must be armed only once."""
 _of_task: WeakValueDictionary[int, BackwardQueue] = WeakValueDictionary()
 
 

@@ -375,7 +375,7 @@ class Reducer:
         self._reset(_IDLE)
 
     def _reset(self, phase: ReductionPhase) -> None:
-        """Start a phase, with no bucket launched and all gradients pending."""
+        """Return the buckets."""
         self.phase, self.next_bucket = phase, 0
         self.pending_counts = [len(bucket.members) for bucket in self.grad_buckets.buckets]
 

@@ -21,7 +21,7 @@ from torchdistpackage.layout.layout import Layout
 
 @dataclass(frozen=True, eq=False)
 class ParamShard:
-    """Elements [start, stop) of one parameter in memory order, which this rank owns.
+    """Elements [start, stop) of one parameter in memory order, owned by this rank.
 
     tensor: the tensor that the inner optimizer updates: 1-D, or in the parameter's shape if
         `whole`, when one rank owns all of it. Its `.grad` is set once the sum has arrived.
@@ -90,7 +90,7 @@ class ParamPartition:
         return self.bounds[index], self.bounds[index + 1]
 
     def flat(self, value: Tensor) -> Tensor:
-        """Return a tensor of the parameter's shape flattened in the parameter's memory order."""
+        """Return the elements that this rank owns."""
         strides = self.spec.parameter.stride()
         if value.stride() != strides:
             buffer = torch.empty_strided(

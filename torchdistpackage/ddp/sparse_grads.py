@@ -16,7 +16,7 @@ from torchdistpackage.comm.primitives import Work
 from torchdistpackage.ddp.param_spec import ParamSpec
 
 DENSE, UNUSED = -1, -2
-"""Values instead of a count: the gradient on this rank is dense; this rank has no gradient."""
+"""Values in place of a count: the gradient on this rank is dense; this rank has no gradient."""
 
 
 def mark_sparse(module: nn.Module, specs: Sequence[ParamSpec]) -> list[ParamSpec]:

@@ -117,7 +117,7 @@ def _strip(module: nn.Module, state: dict[str, Tensor], prefix: str, local: dict
 
 
 def _add(module: "Wrapper", state: dict[str, Tensor], prefix: str, *_: object) -> None:
-    """Undo `_strip` before loading; entries that have the wrapper's names already stay."""
+    """Undo `_strip` before loading; entries that already have the wrapper's names stay."""
     own_prefix = prefix + module._own_names()
     for key in [k for k in state if k.startswith(prefix) and not k.startswith(own_prefix)]:
         state[f"{prefix}module.{key.removeprefix(prefix)}"] = state.pop(key)

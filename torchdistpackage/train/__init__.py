@@ -1,4 +1,4 @@
-"""Training runs: from a YAML file to ranks that train, each step a function of what came before.
+"""Training runs: from a YAML file to ranks that train.
 
     file -> configuration -> plan -> refusals -> folder -> ranks
 

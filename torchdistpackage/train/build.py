@@ -1,6 +1,7 @@
-"""Make the objects of a plan: the only translator of configuration.
+"""Build the objects of a plan; only this file translates configuration into objects.
 
-All else receives plain arguments, which are decided here, in the order in which a run needs them.
+All other files receive plain arguments. They are decided here, in the order in which a run needs
+them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -100,9 +101,10 @@ _PreferenceT = TypeVar("_PreferenceT", bound=PreferenceLoss)
 
 
 def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None = None) -> Trainer:
-    """Return everything that `rank` trains with. Needs the default process group; sets up `tpc`.
+    """Build everything that `rank` trains with. It needs the default process group and sets up
+    `tpc`.
 
-    data: overrides the data section, for those who bring their own source.
+    data: replaces the data section, for callers with their own source.
 
     Raises:
         TorchDistError: the plan does not fit the user's own model, loss or data.
@@ -195,8 +197,9 @@ def build(plan: Plan, rank: int, device: torch.device, data: DataSource | None =
 
 
 def _refuse_wrong_files(config: RunConfig, rank: int) -> None:
-    """Raise an error on all ranks for a file of a reference or teacher of another run: ranks that a
-    launcher starts were not checked before.
+    """Raise an error on all ranks if a reference or teacher file belongs to another run.
+
+    Ranks that a launcher starts have not been checked before.
     """
     if config.train.dpo.reference is None and config.train.distill.logits is None:
         return
@@ -209,8 +212,9 @@ def _refuse_wrong_files(config: RunConfig, rank: int) -> None:
 def _refuse_unmatched(
     stage: nn.Module, global_names: Mapping[str, str], section: OptimSection
 ) -> None:
-    """Raise ConfigError, on all ranks, for groups of the optimizer without a parameter: the names
-    of a user's own model are not known before it is built.
+    """Raise ConfigError on all ranks for optimizer groups that match no parameter.
+
+    The names of a user's own model are unknown before it is built.
     """
     local = [global_names[name] for name, p in stage.named_parameters() if p.requires_grad]
     everywhere = primitives.gather_objects(local, tpc.get_group("global"))
@@ -220,8 +224,9 @@ def _refuse_unmatched(
 
 
 def build_task(model: StagedModel) -> TaskLoss | None:
-    """Return what decides the loss of a run; None: its model, by the next token. Call it before
-    training, while the weights are those of a reference.
+    """Return the task that computes a run's loss; None if the model's next-token loss is used.
+
+    Call it before training, while the weights are those of a reference.
     """
     spec, teacher = model.plan.config.data.spec, model.plan.teacher
     if teacher is not None:
@@ -237,7 +242,7 @@ def unpaired_task(model: StagedModel) -> UnpairedLoss:
 
 
 def preference_task(model: StagedModel, kind: type[_PreferenceT] = PreferenceLoss) -> _PreferenceT:
-    """Return the loss of a run on pairs, or another on answers beside a reference."""
+    """Return the loss of a run on preference pairs, or another loss relative to a reference."""
     config = model.plan.config
     reference = None
     if config.has_reference_copy:
@@ -256,7 +261,7 @@ def preference_task(model: StagedModel, kind: type[_PreferenceT] = PreferenceLos
 
 
 def distillation_task(model: StagedModel, teacher_plan: Plan) -> TeacherLoss:
-    """Return the loss of a run with a teacher, whose weights all ranks read together."""
+    """Return the loss of a run with a teacher; all ranks read the teacher's weights together."""
     config, mesh = model.plan.config, teacher_plan.topology.dense
     options, student_mesh = config.train.distill, model.plan.topology.dense
     # in the order of `Plan.creations`, as first uses create and connect groups
@@ -292,7 +297,7 @@ def distillation_task(model: StagedModel, teacher_plan: Plan) -> TeacherLoss:
 
 
 def embedding_task(model: StagedModel) -> EmbeddingLoss:
-    """Return the loss of a run on texts to compare, whose model gives hidden states from now on."""
+    """Return the loss of a run that compares texts; its model returns hidden states from now on."""
     config = model.plan.config
     any_stage: Any
     for any_stage in model.stage.children():
@@ -321,8 +326,8 @@ def head_task(model: StagedModel) -> HeadLoss:
 
 
 def build_model(plan: Plan, rank: int, device: torch.device) -> StagedModel:
-    """Return the stages of `rank` with their initial weights. Needs and sets up the same as
-    `build`.
+    """Return the stages of `rank` with their initial weights. It has the same requirements and side
+    effects as `build`.
 
     Raises:
         TorchDistError: the plan does not fit the user's own model or loss.
@@ -343,7 +348,7 @@ def build_model(plan: Plan, rank: int, device: torch.device) -> StagedModel:
 
 
 def group_options(config: RunConfig) -> dict[str, GroupOptions]:
-    """Return by axis the options of its groups."""
+    """Return the options of each axis's groups."""
     section = config.parallel
     return {
         axis: GroupOptions(axis in section.high_priority, section.max_ctas.get(axis))
@@ -352,7 +357,7 @@ def group_options(config: RunConfig) -> dict[str, GroupOptions]:
 
 
 def world_options(plan: Plan) -> GroupOptions:
-    """Return the options of the default group, which serves each axis that all ranks lie along."""
+    """Return the options of the default group, which serves every axis that spans all ranks."""
     options, world = group_options(plan.config), plan.world_size
     meshes = plan.topology.expert, plan.topology.dense
     axes = {axis for mesh in meshes for axis in mesh.names if mesh.axis_size(axis) == world}
@@ -362,7 +367,9 @@ def world_options(plan: Plan) -> GroupOptions:
 
 
 def start_timeout_s(config: RunConfig) -> float:
-    """Time limit for collectives and messages until the first step is done, while ranks warm up."""
+    """Return the time limit for collectives and messages until the first step is done, while ranks
+    warm up.
+    """
     return max(config.launch.init_timeout_s, config.train.step_timeout_s)
 
 
@@ -375,9 +382,9 @@ def make_loop(
     more: Iterable[Callback] = (),
     local: LocalCopies | None = None,
 ) -> Loop:
-    """Return the loop of the run that `trainer` was built for; all ranks call it together.
+    """Return the loop of the run for which `trainer` was built; all ranks call it together.
 
-    local: of `make_local_copies`, after a `resume` with them.
+    local: the result of `make_local_copies`, after a `resume` with it.
     """
     plan, config = trainer.plan, trainer.plan.config
     train, checkpoint, every = config.train, config.checkpoint, config.log.every
@@ -445,8 +452,9 @@ def make_loop(
 
 
 def _predicted_seconds(trainer: Trainer) -> float | None:
-    """Return the predicted seconds of a step, from `log.profile` or the GPU's data sheet; None
-    where neither is known."""
+    """Return the predicted seconds of a step, from `log.profile` or the GPU's data sheet, or
+    None.
+    """
     plan, device, path = trainer.plan, trainer.device, trainer.plan.config.log.profile
     if path is not None:
         try:
@@ -460,14 +468,14 @@ def _predicted_seconds(trainer: Trainer) -> float | None:
 
 
 def retention_of(config: RunConfig) -> Retention:
-    """Return which of its checkpoints the run keeps."""
+    """Return the rule for which checkpoints the run keeps."""
     section = config.checkpoint
     return Retention(section.keep_last, section.keep_every, section.best_fact)
 
 
 def make_local_copies(plan: Plan, folder: Path) -> LocalCopies | None:
-    """Return the local copies of the run with this folder, which all ranks make together, or
-    None.
+    """Return the local copies of the run with this folder, or None; all ranks make them
+    together.
     """
     where = plan.config.checkpoint.local_dir
     return None if where is None else LocalCopies(where, folder / CHECKPOINTS, plan.config.run.name)
@@ -476,8 +484,10 @@ def make_local_copies(plan: Plan, folder: Path) -> LocalCopies | None:
 def _stage(
     plan: Plan, device: torch.device, sequence: SequenceAttention, tensor: Group | None = None
 ) -> tuple[TrainStages, dict[str, Layout], LossFn]:
-    """Return this rank's stages with their initial weights, layouts by local name, and the loss of
-    the last stage. tensor: ranks that share layers; None: those of the run.
+    """Return this rank's stages with initial weights, layouts by local name, and the last stage's
+    loss.
+
+    tensor: ranks that share layers; None: those of the run.
     """
     config = plan.config
     index = plan.topology.dense.index(tpc.rank, "pipe")  # a teacher's own, where it has one
@@ -504,8 +514,8 @@ def make_stages(
     sequence: SequenceAttention,
     tensor: Group | None = None,
 ) -> tuple[TrainStages, dict[str, Layout], LossFn]:
-    """Return the stages of pipe index `index` with weights that are not set yet, layouts by local
-    name, and the loss of the last stage.
+    """Return the stages of pipe index `index` without initial values, layouts by local name, and
+    the last stage's loss.
     """
     config, dtype = plan.config, getattr(torch, plan.numbers.weights.dtype)
     loss, whole_outputs = token_cross_entropy, None
@@ -548,7 +558,7 @@ def _named(
     sequence: SequenceAttention,
     tensor: Group,
 ) -> dict[int, nn.Module]:
-    """Return the stages of a pipe index, of one of our models."""
+    """Return the stages of a pipe index for one of our models."""
     assert plan.model is not None
     make = resolve(plan.model.module)
     return {
@@ -568,8 +578,8 @@ def _named(
 
 
 def _tie(stages: Mapping[int, nn.Module], layouts: Mapping[int, Mapping[str, Layout]]) -> None:
-    """Make parameters of one global name in two stages of a rank one parameter, that of the first
-    stage.
+    """Make parameters with the same global name in two stages of a rank one parameter, that of the
+    first stage.
 
     layouts: by stage and local name.
     """
@@ -583,8 +593,8 @@ def _tie(stages: Mapping[int, nn.Module], layouts: Mapping[int, Mapping[str, Lay
 
 
 def own_cut(plan: Plan, model: nn.Module) -> tuple[range, ...] | None:
-    """Return the children of each stage of a user's own chain; None: the chain is cut by
-    parameters.
+    """Return the children of each stage of a user's own chain; None if the chain is cut by
+    parameter count.
     """
     partition, measured = plan.config.pipeline.partition, plan.pipeline.measured
     names = [name for name, _ in model.named_children()]
@@ -614,8 +624,10 @@ def _data_parallel(
     inner: torch.optim.Optimizer | None,
     plan: Plan,
 ) -> NaiveDDP | ZeroOptimizer:
-    """Return the wrapper that sums gradients over the ranks that each layout names; the step
-    divides them. Replicas start with equal weights.
+    """Return the wrapper that sums gradients over the ranks named by each layout; the step divides
+    them.
+
+    Replicas start with equal weights.
     """
     config, zero, zero_group = plan.config, plan.zero, plan.zero_group
     narrow = torch.bfloat16 if config.precision.reduce_dtype == "bf16" else None

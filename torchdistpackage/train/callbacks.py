@@ -1,7 +1,7 @@
-"""Hooks that the loop calls besides its steps: timing checks, non-finite numbers, notes of saves.
+"""Callbacks of the training loop: timing checks, non-finite numbers, records of saves.
 
-Nothing is compared with less than all its peers. In data loading all ranks are peers, in the rest
-those of one stage. replica_check.py compares what ranks hold alike.
+Each value is compared with those of all peers. For data loading all ranks are peers, otherwise the
+ranks of one stage. replica_check.py compares values that ranks must hold alike.
 """
 
 from torchdistpackage.data.blend import BlendedDataset
@@ -18,7 +18,7 @@ from torchdistpackage.train.step_stats import PendingStep, StepResult
 
 
 def own_callback(path: str) -> Callback:
-    """Return the callback that the user's code at an import path of `log.callbacks` makes.
+    """Return the callback made by the user's code at an import path of `log.callbacks`.
 
     Raises:
         ConfigError: it returned something else.
@@ -33,7 +33,7 @@ def own_callback(path: str) -> Callback:
 
 
 class SaveEvents(Callback):
-    """Notes each checkpoint of the run when it is complete."""
+    """Records each checkpoint of the run when it is complete."""
 
     def on_save(self, loop: Loop, step: int, took_s: float) -> None:
         if loop.is_main:
@@ -66,7 +66,7 @@ class DeadExperts(Callback):
 
 
 class SourceShares(Callback):
-    """Notes what part of each step came from each source, and how often it was passed over."""
+    """Records each source's share of a step, and how often the source was passed over."""
 
     def __init__(self, data: BlendedDataset, seed: int):
         self._data, self._seed = data, seed
@@ -78,7 +78,7 @@ class SourceShares(Callback):
 
 
 class StragglerCheck(Callback):
-    """Says which ranks are slow, of every `every` steps."""
+    """Reports slow ranks after every `every` steps."""
 
     def __init__(self, trainer: Trainer, every: int):
         costs = planned_costs(trainer.plan)
@@ -90,8 +90,8 @@ class StragglerCheck(Callback):
 
 
 def planned_costs(plan: Plan) -> dict[str, list[float]]:
-    """Return by phase and rank the shares of the computation or parameters; nothing for a user's
-    own model.
+    """Return shares of the computation or parameters, by phase and rank; nothing for a user's own
+    model.
     """
     loads = stage_loads(plan)
     if not loads:
@@ -104,7 +104,7 @@ def planned_costs(plan: Plan) -> dict[str, list[float]]:
 
 
 class NonFiniteCheck(Callback):
-    """Says where a number that is not finite came from, and ends the run, or leaves the step out.
+    """Reports the origin of a non-finite number, and ends the run or skips the step.
 
     Raises:
         NonFiniteError: a number of a step was not finite, unless `skips`; on all ranks.

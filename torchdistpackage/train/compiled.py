@@ -1,4 +1,4 @@
-"""`train.compile`: the blocks of a rank's stages, each one graph, compiled before the first step.
+"""`train.compile`: each block of a rank's stages becomes one graph, compiled before the first step.
 
 Blocks of one class share what is compiled: parameters are inputs of a graph, so a second block
 finds the first one's. Ranks compile the same blocks: a graph calls other collectives than eager
@@ -36,16 +36,17 @@ if TYPE_CHECKING:  # torch loads it when it is asked for: who only builds a run 
 
 _CACHE_KEY = "TORCHINDUCTOR_CACHE_DIR"
 CACHE = ".compiled"
-"""Folder beside the run folders of one node, which share it, unless TORCHINDUCTOR_CACHE_DIR names
-another one."""
+"""Folder beside the run folders of one node, which share it unless TORCHINDUCTOR_CACHE_DIR names
+another."""
 _REASON_LINES = 6
 
 
 class CompiledBlock:
     """Calls a block as one graph.
 
-    falls_back: a block that cannot be compiled runs as it is, and `refused` is why; else that is an
-    error. is_tried: it runs as it is, and the first call only finds out whether it can be traced.
+    falls_back: a block that cannot be compiled runs eagerly, with the reason in `refused`;
+    otherwise that is an error. is_tried: it runs eagerly, and the first call only finds out whether
+    it can be traced.
     """
 
     def __init__(self, name: str, module: nn.Module, backend: str, falls_back: bool):
@@ -87,7 +88,7 @@ class CompiledBlock:
             return self._module._call_impl(*args, **kwargs)
 
     def _try(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Trace a call, which computes and sends nothing."""
+        """Trace a call without computing or sending anything."""
         try:
             self._trace(self._module, *args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
@@ -98,7 +99,7 @@ class CompiledBlock:
 
 
 def compile_blocks(stages: TrainStages, backend: str, mode: str = "blocks") -> list[CompiledBlock]:
-    """Let every block (`block_names`) be called as one graph. Call it before ZeRO hooks the blocks.
+    """Make every block (`block_names`) run as one graph. Call it before ZeRO hooks the blocks.
 
     mode: `train.compile`; with off nothing is compiled.
 
@@ -131,10 +132,10 @@ def compile_blocks(stages: TrainStages, backend: str, mode: str = "blocks") -> l
 
 
 def warm_up(trainer: Trainer, step: int) -> str:
-    """Compile all that step `step` needs, by its forward and backward, of which nothing stays.
+    """Compile everything that step `step` needs, with a forward and backward that leave no effects.
 
-    Collective over the entire run; what there is to say of it. Seconds are those of the slowest
-    rank, and no step's.
+    Collective over the entire run; return lines about it. Seconds are those of the slowest rank,
+    and count for no step.
     """
     began = time.monotonic()
     torch._dynamo.utils.counters.clear()
@@ -159,7 +160,9 @@ def warm_up(trainer: Trainer, step: int) -> str:
 
 
 class _WarmUp(NamedTuple):
-    """The blocks that one rank compiled. refused: the first block that stays as it is, and why."""
+    """The blocks that one rank compiled. refused: the first block that stays eager, with the
+    reason.
+    """
 
     num_blocks: int
     num_eager: int
@@ -170,7 +173,7 @@ class _WarmUp(NamedTuple):
 
 
 def _compiled_line(ranks: list[Any]) -> str:
-    """Return a line about what all ranks have compiled."""
+    """Return a line about the blocks that all ranks have compiled."""
     num_eager = sum(rank.num_eager for rank in ranks)
     graphs = sum(rank.num_graphs for rank in ranks)
     num_cached = sum(rank.num_cached for rank in ranks)
@@ -185,10 +188,10 @@ def _compiled_line(ranks: list[Any]) -> str:
 
 
 def _agree(trainer: Trainer, step: int) -> None:
-    """Leave a block uncompiled on all ranks if any rank cannot compile it, where blocks may stay
+    """Leave a block uncompiled on all ranks if any rank cannot compile it, if blocks may stay
     uncompiled.
 
-    A rank whose block fell back alone would call other collectives than its peers' graphs.
+    A rank that fell back alone would issue other collectives than its peers' graphs.
     """
     blocks = [block for block in trainer.stage.compiled if block.falls_back]
     if not primitives.reduce_objects(bool(blocks), any):
@@ -205,7 +208,7 @@ def _agree(trainer: Trainer, step: int) -> None:
 
 
 def _refused_on(refusals_of_ranks: list[Any]) -> dict[str, str]:
-    """Return by block which rank first refused it and why."""
+    """Return for each block which rank first refused it, and why."""
     refusals: dict[str, str] = {}
     for rank, refused in enumerate(refusals_of_ranks):
         for name, why in refused.items():
@@ -215,7 +218,7 @@ def _refused_on(refusals_of_ranks: list[Any]) -> dict[str, str]:
 
 @contextmanager
 def run_eagerly(blocks: Sequence[CompiledBlock]) -> Iterator[None]:
-    """Run these blocks uncompiled inside, for hooks on modules within them."""
+    """Run these blocks uncompiled inside the block, for hooks on modules within them."""
     for block in blocks:
         block.is_on = False
     try:
@@ -226,11 +229,11 @@ def run_eagerly(blocks: Sequence[CompiledBlock]) -> Iterator[None]:
 
 
 def use_cache(run: Path, rank: int, *, several_nodes: bool = False) -> None:
-    """Let torch keep graphs apart from those of other ranks, which would otherwise write the same
-    files at once.
+    """Make torch keep graphs separately from those of other ranks, which would otherwise write the
+    same files at once.
 
-    They are beside the run folder, or on a disk of the node if there are several: a cache has
-    thousands of small files, and so many of each rank use up what a shared disk allows of them
+    They are beside the run folder, or on a disk of the node if there are several nodes. A cache has
+    thousands of small files, and those of many ranks exhaust the file quota of a shared disk
     (pytorch#196993) or are stale there (pytorch#173679).
     """
     # late: a run that compiles nothing does not wait for inductor
@@ -249,8 +252,8 @@ def use_cache(run: Path, rank: int, *, several_nodes: bool = False) -> None:
 
 
 def node_cache() -> Path:
-    """Return a folder on a disk of this node. torch loads code from it, so only its owner may
-    write there.
+    """Return a folder on a disk of this node. Only its owner may write there, because torch loads
+    code from it.
     """
     if (folder := own_folder()) is not None:
         return folder / "compiled"
@@ -261,7 +264,9 @@ def node_cache() -> Path:
 
 
 def end_compile_workers() -> None:
-    """End the processes and threads that compile, for which the end of a rank would wait."""
+    """End the processes and threads that compile, for which the end of a rank would otherwise
+    wait.
+    """
     from torch._inductor import async_compile
 
     async_compile.shutdown_compile_workers()
@@ -280,7 +285,7 @@ def cache_folder() -> str:
 
 
 class _IsTraced(Exception):
-    """A call could be traced to its end."""
+    """Raised when a call could be traced to its end."""
 
 
 def _traced(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
@@ -292,9 +297,10 @@ _calls: dict[tuple[type, Any], Any] = {}
 
 
 def _compiled(kind: type[nn.Module], backend: Any) -> Any:
-    """Return the compiled callable of all modules of one class, with graphs of its own.
+    """Return the compiled callable of all modules of one class, with its own graphs.
 
-    Torch limits the graphs of one code object, and `nn.Module._call_impl` is that of all modules.
+    Torch limits the number of graphs per code object, and `nn.Module._call_impl` is shared by all
+    modules.
     """
     if (kind, backend) not in _calls:
 

@@ -1,4 +1,6 @@
-"""The data section as objects: what is read, and who draws samples from it."""
+"""Build the objects of the data section: the data that is read, and the source that draws
+samples.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -62,7 +64,7 @@ def build_data(plan: Plan) -> DataSource:
 
 
 class SeparateValidation:
-    """Two sources: one to train on, and one of which only validations are read."""
+    """Two sources: one for training, and one that only validations read."""
 
     def __init__(self, train: SequenceSource, val: SequenceSource):
         self.train, self.val, self.seq_len = train, val, train.seq_len
@@ -89,8 +91,8 @@ class SeparateValidation:
 
 
 def agreed_date(config: RunConfig) -> RunConfig:
-    """Return the run with rank 0's data.template_date, once the ranks have joined: a start at
-    midnight has two."""
+    """Return the run with rank 0's data.template_date, after the ranks have joined; starts around
+    midnight could differ."""
     if config.data.tokenizer is None:
         return config
     local_date = config.data.template_date
@@ -99,8 +101,8 @@ def agreed_date(config: RunConfig) -> RunConfig:
 
 
 def with_steps(config: RunConfig) -> RunConfig:
-    """Return the configuration with as many steps as train.epochs passes over all sources take; the
-    last step is full.
+    """Return the configuration with the number of steps that train.epochs passes over all sources
+    take; the last step is full.
 
     Raises:
         DataError: the data cannot be read.
@@ -115,7 +117,7 @@ def with_steps(config: RunConfig) -> RunConfig:
 
 
 def blend_of(data: DataSource) -> BlendedDataset | None:
-    """Return the mixer of the sources that a run trains on, or None if it has one source."""
+    """Return the mixer of the sources that a run trains on, or None if it has a single source."""
     data = data.train if isinstance(data, SeparateValidation) else data
     return data if isinstance(data, BlendedDataset) else None
 
@@ -123,10 +125,10 @@ def blend_of(data: DataSource) -> BlendedDataset | None:
 def build_eval_sets(
     plan: Plan, index: int, ranges: Callable[[int], Sequence[range]] | None
 ) -> list[EvalSet]:
-    """Return the sets of data.eval for the ranks at `index` along data: each window once, for as
-    many batches as a validation has at most.
+    """Return the sets of data.eval for the ranks at `index` along data.
 
-    ranges: of a sequence's length, the part of it that is read; None: all.
+    Each window is read once, for at most as many batches as a validation has. ranges: slices of a
+    sequence's positions to read; None: all.
     """
     config, num_data = plan.config, plan.topology.dense.axis_size("data")
     per_rank = plan.schedule.num_microbatches * plan.samples_per_microbatch
@@ -159,7 +161,7 @@ def _training(plan: Plan) -> SequenceSource:
 def _num_samples(
     data: TokenDataset | PackedDataset | PreferenceDataset | StreamedDataset,
 ) -> int | None:
-    """Return the samples of an epoch, None for streamed texts, of which they are not known."""
+    """Return the samples of an epoch; None for streamed texts, where the number is unknown."""
     return None if data.num_samples is None else data.num_samples["train"]
 
 
@@ -212,7 +214,7 @@ def _rows(config: RunConfig, section: DataSection, val_fraction: float) -> Prefe
 def _read(
     config: RunConfig, section: DataSection
 ) -> TokenDataset | PackedDataset | PreferenceDataset | StreamedDataset:
-    """Return the dataset of a file or folder, or the built-in one that data.name names."""
+    """Return the dataset of a file or folder, or the built-in one named by data.name."""
     if section.spec is not None and section.spec.task:
         return _rows(config, section, section.val_fraction)
     if section.tokenizer is not None and section.streaming:
@@ -250,8 +252,8 @@ def _read(
 
 
 def read_windows(config: RunConfig, section: DataSection, all_data: bool) -> Windows:
-    """Return the rows that an evaluation reads of a split: all of it, or the part held out for
-    validation.
+    """Return the rows that an evaluation reads of a split: all of it, or only the validation
+    part.
     """
     vocab = config.model.vocab
     if section.spec is not None and section.spec.task:

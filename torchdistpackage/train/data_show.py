@@ -1,4 +1,4 @@
-"""The samples of a training step as text, for `tdp data show`; starts no rank."""
+"""Show the samples of a training step as text, for `tdp data show`; starts no rank."""
 
 import os
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
-"""Choose the parameters that weight decay applies to: matrices, and no norm or bias.
+"""Choose the parameters with weight decay: matrices, but no norm or bias.
 
-A norm is known by the class of the module that holds the parameter, or by its name where a model
-keeps its weight as a parameter of its own; a bias by its name. So the biases of all experts, which
-are one matrix, and the norm of each head, which is one too, do not decay.
+A norm is recognised by the class of the module that holds the parameter, or by its name if a model
+keeps the weight as its own parameter; a bias by its name. So the biases of all experts, stored as
+one matrix, and the norm of each head, also one matrix, do not decay.
 """
 
 import re
@@ -17,7 +17,7 @@ _MATRICES = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.modules.c
 
 
 def decays(name: str, parameter: Tensor, module: nn.Module) -> bool:
-    """Return whether weight decay applies to `parameter`, which `module` holds as `name`.
+    """Return whether weight decay applies to `parameter`, named `name` in `module`.
 
     name: its full name in the model.
     """

@@ -1,9 +1,10 @@
-"""Training on the next-token distribution of a frozen teacher, beside the tokens of the data.
+"""Training on the next-token distribution of a frozen teacher, together with the tokens of the
+data.
 
-Before each pass over the microbatches the teacher runs its forwards on them by the same schedule,
-as the reference of preference pairs does. The last stage keeps its logits until the model's own
-forward of the same microbatch. A file of the teacher's most likely tokens (logits_file.py) takes
-the place of the forwards.
+Before each pass over the micro-batches the teacher runs its forwards on them by the same schedule,
+like the reference of preference pairs. The last stage keeps its logits until the model's own
+forward of the same micro-batch. A file of the teacher's most likely tokens (logits_file.py) can
+replace the forwards.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,9 +39,9 @@ from torchdistpackage.train.task import Run, TaskLoss
 
 @dataclass(frozen=True)
 class LogitsOf:
-    """The logits of a model, from the outputs of its last stage.
+    """Computes a model's logits from the outputs of its last stage.
 
-    group: ranks that share the vocabulary; None: each has all of it. rows_dim: the dim of outputs
+    group: ranks that share the vocabulary; None: each has all of it. rows_dim: dim of the outputs
     along which samples lie. whole: joins outputs to logits (B, S, V).
     """
 
@@ -50,12 +51,12 @@ class LogitsOf:
 
     @classmethod
     def last_stage(cls, stages: TrainStages) -> "LogitsOf":
-        """Return it for one of our models; all stages of a rank say the same."""
+        """Return the instance for one of our models; it is the same for all stages of a rank."""
         any_stage: Any = next(iter(stages.children()))
         return cls(any_stage.vocab_group, getattr(any_stage, "rows_dim", 0), any_stage.whole_logits)
 
     def own_columns(self, outputs: Tensor | tuple[Tensor, ...]) -> Tensor:
-        """Return this rank's logits (B, S, V/n), of outputs that may have those of routers too."""
+        """Return this rank's logits (B, S, V/n) from outputs that may include those of routers."""
         logits = outputs[0] if isinstance(outputs, tuple) else outputs
         return logits.movedim(self.rows_dim, 0)
 
@@ -199,13 +200,15 @@ class TeacherMembers:
 
 
 DivergenceOf = Callable[[Tensor, int], Tensor]
-"""(this rank's logits of a microbatch (B, S, V/n), its number) -> the divergence of each token."""
+"""Maps (this rank's logits of a micro-batch (B, S, V/n), its number) to the divergence of each
+token.
+"""
 
 
 class DistillLoss(TaskLoss):
     """The loss of a run with a teacher: kd_ratio x divergence + (1 - kd_ratio) x cross entropy.
 
-    A validation measures the cross entropy alone, so that it compares with runs without a teacher.
+    A validation measures only the cross entropy, so that it compares with runs without a teacher.
     """
 
     unit = "tokens"
@@ -215,11 +218,11 @@ class DistillLoss(TaskLoss):
         self._options, self._logits_of = options, logits_of
 
     def divergence_of(self, batch: Microbatches) -> DivergenceOf:
-        """Return the divergence of these microbatches from what the teacher says of them."""
+        """Return the divergence of these micro-batches from the teacher's distribution."""
         raise NotImplementedError
 
     def means(self, sums: Sequence[float], count: float) -> dict[str, float]:
-        """Return the parts of the loss; {} in a validation, which has one."""
+        """Return the terms of the loss; {} in a validation, which has one."""
         divergence, cross_entropy, num_tokens = sums[:3]
         if not num_tokens:
             return {}
@@ -234,7 +237,7 @@ class DistillLoss(TaskLoss):
     def loss_of_batch(
         self, model: StagedModel, executor: Executor, run: Run, batch: Microbatches
     ) -> MicrobatchLoss:
-        """Return the model's loss of these microbatches beside the teacher."""
+        """Return the model's loss of these micro-batches relative to the teacher."""
         if not model.stage.training:
             return lambda outputs, targets, m: model.loss(outputs, targets)
         return partial(self._loss, model, self.divergence_of(batch))
@@ -247,7 +250,7 @@ class DistillLoss(TaskLoss):
         targets: Tensor,
         m: int,
     ) -> tuple[Tensor, Tensor]:
-        """Return (sum of the tokens' losses, number of tokens that count)."""
+        """Return (sum of the tokens' losses, number of counted tokens)."""
         ratio, counts = self._options.kd_ratio, targets != IGNORE
         of_tokens = divergence_of(self._logits_of.own_columns(outputs), m)
         divergence, count = (of_tokens * counts).sum(), counts.sum()
@@ -260,7 +263,7 @@ class DistillLoss(TaskLoss):
 
 
 class TeacherLoss(DistillLoss):
-    """The loss beside a teacher that runs.
+    """The loss with a running teacher.
 
     teacher: frozen, on the ranks of the model. executor: runs it, forward alone; that of the model
     would expect messages of the model's width. members: the ranks that exchange its samples and

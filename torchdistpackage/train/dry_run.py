@@ -1,6 +1,6 @@
-"""Training steps of a plan with threads as ranks, under the order linter.
+"""Training steps of a plan with threads as ranks, for the communication linter.
 
-They are the steps of the run, on the plan that `plan/shrink.py` makes of it.
+They are the real steps of the run, on the reduced plan of `plan/shrink.py`.
 """
 
 import os
@@ -27,10 +27,11 @@ _CALLER = build_data.__code__.co_filename
 
 
 def trial(plan: Plan, num_steps: int = STEPS, *, limit_s: float = 600.0) -> LintReport:
-    """Build and run steps of every rank of the shrunk plan, on the CPU, and check all their calls.
+    """Build and run the steps of every rank of the reduced plan on the CPU, and check all their
+    calls.
 
     The results are the losses of the steps. num_steps: 0 makes the groups and builds nothing.
-    limit_s: wall seconds for all of it.
+    limit_s: wall seconds in total.
 
     Raises:
         ConfigError: a target of the file cannot be loaded, or the data cannot be made or read.
@@ -56,7 +57,9 @@ def trial(plan: Plan, num_steps: int = STEPS, *, limit_s: float = 600.0) -> Lint
 
 
 def _load_targets(plan: Plan) -> None:
-    """Import what the ranks will need, so that a wrong name is no finding of a rank."""
+    """Import the modules that ranks will need, so that a wrong name is not reported as a rank's
+    failure.
+    """
     folder = add_user_code(os.environ)
     for key, (target, _) in plan.user_code.items():
         try:
@@ -84,8 +87,8 @@ def _data(plan: Plan) -> DataSource:
 
 
 def _in_words(error: Exception) -> str:
-    """Return the exception's text with the line of the user's code that raised it; a refusal prints
-    no traceback.
+    """Return the exception's text with the line of user code that raised it; a refusal prints no
+    traceback.
     """
     text = f"{type(error).__name__}: {error}"
     last = traceback.extract_tb(error.__traceback__)[-1]

@@ -1,9 +1,8 @@
 """End a run when a validated value has stopped improving, by the rule of transformers'
 `EarlyStoppingCallback`.
 
-The value is equal on all ranks, and so are the decisions: nothing is exchanged for them. What they
-follow from is saved with each checkpoint (`BestSoFar`), so a resumed run decides as one that never
-stopped would.
+The value is equal on all ranks, and so are the decisions, without messages. Their basis is saved
+with each checkpoint (`BestSoFar`), so a resumed run decides like one that never stopped.
 """
 
 import math
@@ -18,7 +17,7 @@ from torchdistpackage.train.train_state import BestSoFar
 
 
 class EarlyStop(Callback):
-    """Follows one value of the validations, saves the best step, and ends the run by `patience`.
+    """Follows one validated value, saves the best step, and ends the run by `patience`.
 
     Raises:
         ConfigError: the run does not measure the value; on all ranks.
@@ -63,8 +62,8 @@ class EarlyStop(Callback):
         self._end_if_due(loop, best)
 
     def _gain(self, best: BestSoFar, value: float) -> float:
-        """Return by how much `value` is better than the best before it; a number that is not finite
-        never is, and the first one always is.
+        """Return by how much `value` improves on the best so far; a non-finite value never
+        improves, the first always does.
         """
         if not math.isfinite(value):
             return -math.inf

@@ -1,5 +1,5 @@
-"""Contrastive training of text embeddings with in-batch negatives: the loss of
-sentence-transformers' MultipleNegativesRankingLoss, also of leading dimensions (MatryoshkaLoss).
+"""Contrastive training of text embeddings with in-batch negatives. ¶ The loss is that of
+sentence-transformers' MultipleNegativesRankingLoss, also for leading dimensions (MatryoshkaLoss).
 
 Every anchor is compared with the positives and the negatives of all samples of a pass, those of all
 data ranks and microbatches, so the loss does not depend on the layout. With one microbatch the
@@ -45,7 +45,7 @@ class Embedded(NamedTuple):
 
 
 class EmbeddingLoss(TaskLoss):
-    """The loss of a run on texts to compare.
+    """The loss of a run that compares texts.
 
     rows_per_sample: anchor, positive and hard negatives. data: ranks whose samples are compared
     with each other. context: the ranks that share each sequence.
@@ -67,7 +67,7 @@ class EmbeddingLoss(TaskLoss):
         self._kept: list[_Arrays] | None = None
 
     def means(self, sums: Sequence[float], count: float) -> dict[str, float]:
-        """Return the share of anchors that are nearest to their own positive."""
+        """Return the fraction of anchors whose nearest text is their own positive."""
         return {"accuracy": sums[0] / max(count, 1)}
 
     def text(self, means: Mapping[str, float]) -> str:
@@ -134,7 +134,7 @@ class EmbeddingLoss(TaskLoss):
         targets: Tensor,
         m: int,
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss of all microbatches with the last one of them, and zeros before."""
+        """Return the loss of all micro-batches with the last one of them, and zeros before."""
         embedded[m] = self._embedded(outputs, targets)
         if len(embedded) < number:
             vectors = embedded[m].vectors
@@ -149,15 +149,18 @@ class EmbeddingLoss(TaskLoss):
         targets: Tensor,
         m: int,
     ) -> tuple[Tensor, Tensor]:
-        """Return a number with the gradient of the loss; the loss of all is that of the first."""
+        """Return a number with the gradient of the loss; the loss itself comes with the first
+        micro-batch.
+        """
         vectors, _ = self._embedded(outputs, targets)
         loss = (vectors * gradients[m]).sum()
         total, count = totals if m == 0 else (torch.zeros_like(totals[0]), totals[1] * 0)
         return loss - loss.detach() + total, count
 
     def _embedded(self, outputs: Tensor, targets: Tensor) -> Embedded:
-        """Return the embeddings of rows, on all ranks that share them. outputs: hidden states
-        (N, S, D); targets: (N, S), of `EmbeddingDataset`.
+        """Return the embeddings of rows, on all ranks that share them.
+
+        outputs: hidden states (N, S, D); targets: (N, S), from `EmbeddingDataset`.
         """
         rows = RowTokens.of_targets(targets)
         by_pooling = {"mean": rows.tokens, "last": rows.last, "cls": rows.first}
@@ -170,8 +173,10 @@ class EmbeddingLoss(TaskLoss):
         return Embedded(sums / number.clamp(min=1), texts)
 
     def _ranking_loss(self, model: StagedModel, embedded: Embedded) -> tuple[Tensor, Tensor]:
-        """Return (sum of the anchors' losses, their number): the cross entropy of each anchor's
-        similarities with its positive as the class.
+        """Return (sum of the anchors' losses, number of anchors).
+
+        The loss of an anchor is the cross entropy of its similarities, with its positive as the
+        class.
         """
         rows, options = self._rows, self._options
         vectors = embedded.vectors.unflatten(0, (-1, rows))

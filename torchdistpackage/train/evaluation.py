@@ -1,5 +1,5 @@
-"""Loss on all of a data set, each token predicted once: windows one after another, the last as
-long as it comes.
+"""Loss on an entire data set, each token predicted once: consecutive windows, the last one
+shorter.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,9 +34,7 @@ class Windows(Protocol):
     seq_len: int
 
     def part(self, ranges: Sequence[range]) -> "Windows":
-        """Return the same windows, of whose positions `read` returns only those in `ranges`; see
-        `SequenceSource`.
-        """
+        """Return the same windows restricted to the positions in `ranges`; see `SequenceSource`."""
         ...
 
     def read(self, first: int, number: int) -> DataBatch:
@@ -45,7 +43,8 @@ class Windows(Protocol):
 
 
 class TokenWindows:
-    """A row of token ids: every one but the first is predicted, from those before it in its window.
+    """A row of token ids: every one except the first is predicted from those before it in its
+    window.
 
     Raises:
         DataError: there are fewer than two, or one is outside the vocabulary.
@@ -89,7 +88,7 @@ class TokenWindows:
 
 
 class DocumentWindows:
-    """The documents, or pairs, of `text` that are held for validation, cut as in training."""
+    """The documents, or pairs, of `text` held out for validation, cut as in training."""
 
     def __init__(self, text: PackedDataset | PreferenceDataset):
         self.number, self.seq_len, self._text = text.num_samples["val"], text.seq_len, text
@@ -104,7 +103,7 @@ class DocumentWindows:
 
 
 class JoinedWindows:
-    """The windows of several, one after another."""
+    """The windows of several data sets, one after another."""
 
     def __init__(self, parts: Sequence[Windows]):
         self.number, self.seq_len = sum(x.number for x in parts), parts[0].seq_len
@@ -144,8 +143,10 @@ def batches_of(
 
 
 class Evaluated(NamedTuple):
-    """total: sum of losses. num_counted: how many were counted. weight: what divides the sum.
-    values: of a task.
+    """The result of an evaluation.
+
+    total: sum of losses. num_counted: number of counted tokens. weight: divisor of the sum. values:
+    of a task.
     """
 
     total: float
@@ -163,8 +164,8 @@ def evaluate(
 ) -> Evaluated:
     """Return the sum of losses over all batches and ranks, the same on all.
 
-    batch: number b of this rank, of each sequence its part. task: decides the loss; None: the
-    model, by the next token. The model is left in evaluation mode.
+    batch: returns batch number b of this rank, with its slice of each sequence. task: computes the
+    loss; None: the model's next-token loss. The model is left in evaluation mode.
 
     Raises:
         DataError: nothing counts.

@@ -1,7 +1,7 @@
-"""Experts in a run: their counts are summed with the numbers of a step, and followed on all ranks.
+"""Experts in a run: their counts are summed with a step's numbers and applied on all ranks.
 
-One all-reduce a step carries loss, tokens, norm and how often each expert was chosen. From it every
-stage moves its biases, and rank 0 logs the load of all layers.
+One all-reduce per step carries loss, tokens, norm and how often each expert was chosen. Every stage
+updates its biases from it, and rank 0 logs the load of all layers.
 """
 
 import re
@@ -23,11 +23,11 @@ _PART = re.compile(r"\.(?:router|experts)(?=\.|$)")
 
 
 class ExpertCounts:
-    """The mixtures of a run, those of other stages too, in the order of the model.
+    """The mixtures of a run, including those of other stages, in the order of the model.
 
-    layouts: of the whole model by global name. stage, local: the modules of this rank, and the
-    layouts of their parameters by local name. counts: whether this rank counts, of those that route
-    the same tokens.
+    layouts: of the entire model by global name. stage, local: the modules of this rank, and the
+    layouts of their parameters by local name. counts: whether this rank counts, among those that
+    route the same tokens.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class ExpertCounts:
         self._counts = counts
 
     def reset(self) -> None:
-        """Forget what was counted outside of steps, such as in a trial."""
+        """Forget counts from outside of steps, such as a trial's."""
         for router in self._mine.values():
             router.counter.take(router.weight.device)
 
     def join(self, stats: Tensor) -> Tensor:
-        """Return `stats`, one number for each, with the counts of this rank behind them."""
+        """Return `stats` with the counts of this rank appended."""
         if not self._sizes:
             return stats
         parts = [stats.new_zeros(size) for size in self._sizes]
@@ -70,20 +70,22 @@ class ExpertCounts:
         return torch.cat([stats, *parts])
 
     def split(self, joined: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return the two parts of a joined tensor (`join`) after its sum over ranks."""
+        """Split a joined tensor (see `join`) after its sum over ranks."""
         if not self._sizes:
             return joined, ()
         number = len(joined) - sum(self._sizes)
         return joined[:number], joined[number:].split(self._sizes)
 
     def follow(self, counts: Sequence[Tensor], numbers: Tensor) -> None:
-        """Move biases and last loads by a step's counts; not where its numbers are not finite."""
+        """Update biases and last loads from a step's counts, unless the step's numbers are not
+        finite.
+        """
         if self._mine:
             own_counts = [counts[index] for index in self._mine]
             apply_counts(self._mine.values(), own_counts, numbers.isfinite().all())
 
     def loads(self, numbers: Sequence[float]) -> dict[str, ExpertLoad]:
-        """Return the load by global name of each mixture, from the summed counts on the host."""
+        """Return the load of each mixture by global name, from the summed counts on the host."""
         loads_by_name: dict[str, ExpertLoad] = {}
         for name, size in zip(self.names, self._sizes, strict=True):
             loads_by_name[name], numbers = load_of(numbers[:size]), numbers[size:]

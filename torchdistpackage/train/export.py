@@ -1,7 +1,7 @@
-"""A checkpoint of a run as a folder of another library, written by one process.
+"""Export a checkpoint of a run to another library's format, in one process.
 
-The pieces of each parameter come together from whichever files hold them, so the run may have had
-any layout. Held at once are the tensors of one file that is written, and one parameter.
+The pieces of each parameter are joined from whichever files hold them, so the run may have had any
+layout. Memory holds one parameter and the tensors of one output file at a time.
 """
 
 import shutil
@@ -44,7 +44,7 @@ def export_run(
     like: str | None,
     beat: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Write the newest checkpoint of a run to its folder `EXPORTED`, anew.
+    """Write the newest checkpoint of a run to its folder `EXPORTED`, replacing an older export.
 
     config: of the run. like: the folder or config.json that the run began with, if any. beat: see
     `export_checkpoint`.
@@ -63,8 +63,8 @@ def export_run(
 
 
 def complete(folder: Path, config: RunConfig, model: ModelSpec) -> Path:
-    """Add what the library for models of this run reads beside transformers' files, if it is
-    another one. Adapters alone are for peft.
+    """Add the files that another library for models of this run reads beside transformers' files.
+    Adapters alone are for peft.
 
     Raises:
         DataError: the tokenizer of the run is gone.
@@ -85,10 +85,10 @@ def export_checkpoint(
     beat: Callable[[], None] = lambda: None,
     averages: bool = False,
 ) -> Path:
-    """Write the weights of the checkpoint folder `path` as `write_folder` does; returns `folder`.
+    """Write the weights of the checkpoint folder `path` as `write_folder` does; return `folder`.
 
-    dtype: torch's name of the type of the weights; default that of the checkpoint. beat: called
-    after each file and parameter that has been read. averages: write the averages of the weights.
+    dtype: torch's name of the weights' type; default: the checkpoint's. beat: called after each
+    file and parameter that has been read. averages: write the averages of the weights.
 
     Raises:
         CheckpointError: the checkpoint is damaged or of another model, or has no averages, or
@@ -135,11 +135,11 @@ def export_merged(
     averages: bool = False,
     head: ModelHead | None = None,
 ) -> Path:
-    """Write the model of the folder `base` with the adapters of a checkpoint added in: what peft's
-    `merge_and_unload` makes of them. Adapters over weights in 4 bits are added to what these stand
-    for. transformers and peft hold the whole model in memory.
+    """Write the model of folder `base` with a checkpoint's adapters merged in, like peft's
+    `merge_and_unload`. Adapters over 4-bit weights are added to the dequantized weights.
+    transformers and peft hold the full model in memory.
 
-    dtype: of the weights; default that of `base`. like: a folder whose tokenizer is kept.
+    dtype: of the weights; default: that of `base`. like: a folder whose tokenizer is kept.
     averages: as `export_checkpoint`. head: of the run.
 
     Raises:

@@ -20,7 +20,9 @@ PROMPT = b"import "
 
 
 def finish(loop: Loop, loss: float, *, text: str | None, plot: bool) -> None:
-    """Say the losses, a text (see `sample_text`) and where things are; plot: draw the losses."""
+    """Print the losses, a text (see `sample_text`) and where the outputs are; plot: draw the
+    losses.
+    """
     if not loop.is_main:
         return
     width = max(shutil.get_terminal_size().columns - len("  | "), 20)
@@ -50,7 +52,7 @@ def finish(loop: Loop, loss: float, *, text: str | None, plot: bool) -> None:
 
 
 def ended_line(folder: Path, step: int, decision: Decision) -> str:
-    """Return what rank 0 says of a run that was stopped, whose last save may have failed
+    """Return rank 0's line about a stopped run, whose last save may have failed
     (`checkpoint.on_error: continue`)."""
     outcome = "saved and ended"
     if not (folder / CHECKPOINTS / folder_name(step)).is_dir():
@@ -59,7 +61,7 @@ def ended_line(folder: Path, step: int, decision: Decision) -> str:
 
 
 def sample_text(loop: Loop, num_tokens: int) -> str:
-    """Return a text of so many tokens that the model of bytes writes.
+    """Return a text of `num_tokens` tokens written by a byte-level model.
 
     Collective: all replicas generate the same text, because ranks of several replicas share
     experts, and from ZeRO 3 on weights. It ends early if a rank is asked to stop; each token may

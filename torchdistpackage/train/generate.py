@@ -1,9 +1,9 @@
-"""Tokens of a language model, one after another, on any layout.
+"""Generate tokens of a language model one after another, on any layout.
 
-Prompts of a batch begin behind padding, so that all end in one column. Every stage keeps keys and
-values; where a model cannot, or a text has grown out of its window, each token is one forward of
-the whole sequence. A token is chosen where the logits are, from random numbers that no layout
-changes, and sent to all ranks, so every layout writes what one process writes.
+Prompts of a batch are padded on the left, so that all end in one column. Every stage caches keys
+and values. If a model cannot, or a text has outgrown its window, each token takes one forward of
+the full sequence. A token is chosen on the rank with the logits, from random numbers that are
+independent of the layout, and sent to all ranks, so every layout writes what one process writes.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -23,7 +23,7 @@ from torchdistpackage.train.inference_request import Sampling
 from torchdistpackage.train.staged_model import StagedModel
 
 _NO_NUMBER = -1
-"""Value sent instead of a token if a logit is not a number, so that all ranks end together."""
+"""Value sent instead of a token if a logit is not a number, so that all ranks stop together."""
 
 
 def generate(
@@ -33,7 +33,7 @@ def generate(
     window: int,
     timeout_s: float | None,
 ) -> Iterator[int]:
-    """Generate the tokens that follow `prompt`, without end: the one row of `generate_batch`."""
+    """Generate the tokens that follow `prompt`, without end: `generate_batch` with one row."""
     for token in generate_batch(model, [prompt], sampling, window, timeout_s):
         yield token[0]
 
@@ -48,10 +48,11 @@ def generate_batch(
     stops: Collection[int] = (),
     use_cache: bool = True,
 ) -> Iterator[list[int]]:
-    """Yield the next token of each prompt until all have ended: the tokens that each prompt would
-    get alone.
+    """Yield the next token of each prompt until all have ended: the same tokens that each prompt
+    gets alone.
 
-    All ranks of one model call it alike and get the same. The model is left in evaluation mode.
+    All ranks of one model call it alike and get the same result. The model is left in evaluation
+    mode.
 
     window: tokens that it sees; of a longer sequence the last ones. timeout_s: of a message between
     stages. stops: ids after which a row has ended; what it is given from then on means nothing.
@@ -103,7 +104,8 @@ def generate_batch(
 
 
 def _owner(model: StagedModel, index: int) -> int:
-    """Return the rank that chooses the tokens: the first of the last stage that has the logits.
+    """Return the rank that chooses the tokens: the first rank of the last stage with the logits.
+
     index: position along context of the ranks that hold the last token.
     """
     mesh, last = model.plan.topology.dense, model.plan.schedule.placement[-1]
@@ -127,7 +129,7 @@ def _agreed(
 
 
 class _CachedRows:
-    """Rows whose next tokens stand in one column, over caches of all stages of this rank."""
+    """Rows whose next tokens are in one column, with caches of all stages of this rank."""
 
     def __init__(
         self,
@@ -147,8 +149,9 @@ class _CachedRows:
     def of(
         cls, model: StagedModel, executor: Executor, rows: Sequence[Sequence[int]]
     ) -> "list[_CachedRows] | None":
-        """Return one batch of cached rows, or one per length if the model takes no padding. None:
-        the model, or how it is run, needs all tokens each time.
+        """Return one batch of cached rows, or one per length if the model takes no padding.
+
+        None: the model, or its configuration, needs all tokens each time.
         """
         can_cache = model.sequence.multiple == 1 and not model.stage.compiled
         if not can_cache or model.plan.has_float8:
@@ -192,8 +195,10 @@ class _CachedRows:
 def _logits_of_all(
     model: StagedModel, executor: Executor, context: Sequence[int]
 ) -> tuple[Tensor | None, int]:
-    """Return the logits (1, V) behind the last token, from a forward of the whole sequence, on
-    ranks that have them; and the rank that speaks for these.
+    """Return the logits (1, V) after the last token, from a forward of the full sequence, and the
+    rank that chooses.
+
+    Only some ranks have the logits.
     """
     plan, logits = model.plan, list[Tensor]()
     # a sequence that is split over ranks needs a multiple of them; no token sees what comes later
@@ -218,8 +223,9 @@ def _logits_of_all(
 def next_token(logits: Tensor, sampling: Sampling, draw: torch.Generator) -> int:
     """Return a token id drawn from logits (V,); -1 if one of them is not a number.
 
-    top_k keeps that many of the likeliest, then top_p the fewest whose chances add up to it
-    (nucleus sampling, arXiv:1904.09751). One number is drawn for each token, whatever is kept.
+    top_k keeps that many of the likeliest, then top_p keeps the fewest whose probabilities add up
+    to it (nucleus sampling, arXiv:1904.09751). One number is drawn for each token, whatever is
+    kept.
     """
     logits = logits.detach().to("cpu", torch.float64)
     if logits.isnan().any() or logits.isposinf().any():

@@ -1,8 +1,8 @@
-"""The ranks of an evaluation by lm-eval: rank 0 runs the harness, and all compute what it asks for.
+"""The ranks of an evaluation by lm-eval: rank 0 runs the harness, and all ranks compute its
+requests.
 
-What rank 0 wants computed it sends to all ranks as a call, and they answer together. So tasks are
-read once, and no rank depends on another's order of a set or a dictionary. The harness is only
-imported by rank 0.
+Rank 0 sends each request to all ranks as a call, and they answer together. So tasks are read once,
+and no rank depends on another's order of a set or a dictionary. Only rank 0 imports the harness.
 """
 
 from collections.abc import Sequence
@@ -21,19 +21,21 @@ from torchdistpackage.train.staged_model import StagedModel
 
 HARNESS = "torchdistpackage.train.lm_eval_model:evaluate_tasks"
 _TIMEOUT_S = 4 * 3600.0
-"""Longest time without a call: rank 0 reads tasks, and computes metrics of all samples."""
+"""Longest time in seconds without a call: rank 0 reads tasks, and computes metrics of all
+samples.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreCall:
-    """Score these rows."""
+    """A call to score these rows."""
 
     rows: tuple[ScoredRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TextCall:
-    """Continue these prompts, each until one of the texts `until` comes, or an end of text."""
+    """A call to continue these prompts, each until one of the texts `until` or an end of text."""
 
     prompts: tuple[tuple[int, ...], ...]
     until: tuple[str, ...]
@@ -43,7 +45,7 @@ class TextCall:
 
 @dataclass(frozen=True, slots=True)
 class EndCall:
-    """Nothing more is asked for. error: why rank 0 gave up; "" if it did not."""
+    """The final call. error: why rank 0 gave up; "" if it did not."""
 
     error: str = ""
 
@@ -60,7 +62,7 @@ class HarnessRanks:
             self.plain_codec = TokenizerCodec(request.tokenizer)
         self._model = model
         self.in_call = False
-        """True on rank 0 while all ranks compute; an error then is one of all ranks."""
+        """True on rank 0 while all ranks compute; an error then is an error of all ranks."""
         self._timeout_s = timeout_s
 
     def scores(self, rows: Sequence[ScoredRow]) -> list[RowScore]:
@@ -72,7 +74,7 @@ class HarnessRanks:
         return scores
 
     def texts(self, call: TextCall) -> list[str]:
-        """Return what follows each prompt, without prompts; called on rank 0."""
+        """Return the continuation of each prompt, without the prompt; called on rank 0."""
         self.in_call = True
         primitives.broadcast_object(call)
         texts = self._texts(call)
@@ -80,7 +82,7 @@ class HarnessRanks:
         return texts
 
     def serve(self) -> EndCall:
-        """Compute what rank 0 asks for until it asks for nothing more; called on other ranks."""
+        """Compute rank 0's requests until its final call; called on other ranks."""
         while True:
             call = primitives.broadcast_object(None)
             if isinstance(call, EndCall):

@@ -1,9 +1,9 @@
 """The losses of heads for sequences and tokens, and the metrics of their validations.
 
-A head gives logits at every position, and a target stands where one counts: at the last token of a
-sequence that is no padding, as transformers pools, or at the first token of each word. So any rank
-can add up the losses of its part of a sequence. `IGNORE` is at all other positions. An encoder
-pools by itself and gives logits of each sequence.
+A head gives logits at every position, and a target is set where one counts: at a sequence's last
+token that is not padding, as transformers pools, or at the first token of each word. So any rank
+can sum the losses of its slice of a sequence. `IGNORE` is at all other positions. An encoder pools
+by itself and gives logits of each sequence.
 
 Sums over samples travel with the numbers of a step. A validation gathers the outputs of all its
 samples once, and rank 0 computes what is no mean, such as the area under a curve.
@@ -36,7 +36,7 @@ class HeadLoss(TaskLoss):
     """
 
     shown: ClassVar[tuple[str, ...]] = ("accuracy",)
-    """The values on a log line."""
+    """Values on a log line."""
 
     def __init__(
         self,
@@ -73,8 +73,10 @@ class HeadLoss(TaskLoss):
         return loss
 
     def _loss(self, outputs: Tensor, targets: Tensor, tells: bool) -> tuple[Tensor, Tensor]:
-        """Return (sum of losses, count). outputs (B, S, K), targets (B, S). tells: this rank
-        reports the loss of its part of the sequences, and so the sums.
+        """Return (sum of losses, count).
+
+        outputs (B, S, K), targets (B, S). tells: this rank reports the loss of its slice of the
+        sequences, and therefore the sums.
         """
         raise NotImplementedError
 
@@ -117,8 +119,9 @@ class HeadLoss(TaskLoss):
 
 
 class ClassLoss(HeadLoss):
-    """Cross entropy of classes, of sequences or of words; with several classes a text, the binary
-    cross entropy of each, as transformers computes them.
+    """Cross entropy of classes, of sequences or words, as transformers computes it.
+
+    With several classes per text it is the binary cross entropy of each class.
     """
 
     def __init__(
@@ -211,8 +214,8 @@ class SquaredLoss(HeadLoss):
 
 
 class RewardLoss(HeadLoss):
-    """The loss of a pair of answers with a reward each: `-log sigmoid(chosen - rejected - margin)`,
-    and trl's pull of both towards a sum of 0.
+    """The loss of a pair of answers with one reward each: `-log sigmoid(chosen - rejected -
+    margin)`. ¶ trl's penalty on the pair's sum of rewards is added.
 
     Row 2 i is chosen, row 2 i + 1 rejected. Ranks that share sequences add up the rewards, which
     one of them has each, and all have the same loss then, which the first of them reports.
@@ -248,10 +251,10 @@ class RewardLoss(HeadLoss):
 
 
 def _only(targets: Tensor) -> Tensor:
-    """Return the target (B, 1) of each row of targets (B, S), wherever it stands."""
+    """Return the target (B, 1) of each row of targets (B, S), at whichever position it is."""
     return targets.gather(1, (targets != IGNORE).int().argmax(1, keepdim=True))
 
 
 def bits_of(targets: Tensor, number: int) -> Tensor:
-    """Return 0 or 1 (..., number) for labels (...) int64 with a bit for each of so many classes."""
+    """Return 0 or 1 (..., number) for labels (...) int64 with one bit for each class."""
     return (targets.unsqueeze(-1) >> torch.arange(number, device=targets.device)) & 1

@@ -9,10 +9,10 @@ Array = npt.NDArray[np.generic]
 
 
 def of_classes(predicted: npt.NDArray, labels: npt.NDArray, num_classes: int) -> dict[str, float]:
-    """Return accuracy and F1. predicted, labels (N,): numbers of classes.
+    """Return accuracy and F1. predicted, labels (N,): class numbers.
 
-    `f1_macro` is the mean over the classes that occur in either, `f1` of two classes that of the
-    second one.
+    `f1_macro` is the mean over the classes that occur in either; `f1`, with two classes, is that of
+    the second.
     """
     predicted, labels = predicted.astype(np.int64), labels.astype(np.int64)
     counts = np.bincount(labels * num_classes + predicted, minlength=num_classes**2)
@@ -27,7 +27,7 @@ def of_classes(predicted: npt.NDArray, labels: npt.NDArray, num_classes: int) ->
 
 
 def of_label_sets(scores: npt.NDArray, labels: npt.NDArray) -> dict[str, float]:
-    """Return metrics of several classes a sample. scores (N, K): logits; labels (N, K): 0 or 1.
+    """Return metrics of samples with several classes. scores (N, K): logits; labels (N, K): 0 or 1.
 
     `accuracy` is that of whole sets, and `auc` the mean over classes that some samples have and
     some have not.
@@ -48,8 +48,10 @@ def of_label_sets(scores: npt.NDArray, labels: npt.NDArray) -> dict[str, float]:
 
 
 def areas(logits: npt.NDArray, labels: npt.NDArray) -> dict[str, float]:
-    """Return the area under the ROC curve of logits (N, K): of two classes that of the second one,
-    else the mean of each class against all others. {}: a class has all samples, or none.
+    """Return the area under the ROC curve of logits (N, K).
+
+    With two classes it is that of the second, else the mean of each class against all others. {} if
+    a class has all samples or none.
     """
     odds = logits - logits.max(1, keepdims=True)
     shares = np.exp(odds) / np.exp(odds).sum(1, keepdims=True)
@@ -60,8 +62,10 @@ def areas(logits: npt.NDArray, labels: npt.NDArray) -> dict[str, float]:
 
 
 def area_under_curve(scores: npt.NDArray, positive: npt.NDArray) -> float | None:
-    """Return the share of pairs of a positive and a negative sample whose positive one has the
-    larger score, ties by half: the area under the ROC curve (Mann and Whitney, 1947).
+    """Return the area under the ROC curve (Mann and Whitney, 1947).
+
+    It is the fraction of pairs of a positive and a negative sample in which the positive scores
+    higher; ties count half.
     """
     num_positive = int(positive.sum())
     num_negative = len(positive) - num_positive
@@ -72,7 +76,7 @@ def area_under_curve(scores: npt.NDArray, positive: npt.NDArray) -> float | None
 
 
 def correlations(predicted: npt.NDArray, expected: npt.NDArray) -> dict[str, float]:
-    """Return the correlations of two rows of numbers (N,); {} where one is constant."""
+    """Return the correlations of two rows of numbers (N,); {} if one is constant."""
     values = {
         "pearson": _pearson(predicted, expected),
         "spearman": _pearson(ranks(predicted), ranks(expected)),
@@ -81,7 +85,7 @@ def correlations(predicted: npt.NDArray, expected: npt.NDArray) -> dict[str, flo
 
 
 def ranks(values: npt.NDArray) -> npt.NDArray[np.float64]:
-    """Return the rank of each value from 1, equal values with the mean of theirs."""
+    """Return the rank of each value from 1; equal values get their mean rank."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = counts.cumsum()
     return (last - (counts - 1) / 2)[inverse]
@@ -96,6 +100,6 @@ def _pearson(x: npt.NDArray, y: npt.NDArray) -> float:
 def _f1(
     right: npt.NDArray, num_expected: npt.NDArray, num_predicted: npt.NDArray
 ) -> npt.NDArray[np.float64]:
-    """Return 2 right / (wanted + found), and 0 where nothing is either."""
+    """Return 2 right / (expected + predicted), or 0 if both are 0."""
     both = num_expected + num_predicted
     return 2 * right / np.where(both == 0, 1, both)

@@ -1,8 +1,8 @@
-"""Checkpoints of transformers' Trainer, and of trl's trainers, which save as it does.
+"""Read checkpoints of transformers' Trainer, and of trl's trainers, which save in the same form.
 
-The weights have the names of `model.hf`. The optimizer's state has numbers in place of names: its
-first group are the parameters that decay, in the order of the model, its second one the others. So
-the model of config.json is made without memory, and transformers says which of its names decay.
+The weights have the names of `model.hf`. The optimizer's state has numbers instead of names: its
+first group holds the parameters that decay, in the order of the model, its second the others. So
+the model of config.json is made without memory, and transformers tells which of its names decay.
 """
 
 from collections.abc import Mapping
@@ -29,14 +29,14 @@ IMPORTED_FROM = "imported_from"
 _OPTIMIZER = "optimizer.pt"
 _MAX_BYTES = 1 << 28
 _KEYS = frozenset({"step", "exp_avg", "exp_avg_sq"})
-"""Keys of AdamW's state, which are those of a run with optim.name=adamw."""
+"""Keys of AdamW's state, as in a run with optim.name=adamw."""
 _NOT_DECAYING = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
-"""Names that do not decay by `Trainer.get_decay_parameter_names` of transformers 4.56 to 5."""
+"""Names without decay, by `Trainer.get_decay_parameter_names` of transformers 4.56 to 5."""
 
 
 def read_hf_trainer(path: Path) -> TensorSource:
-    """Return the weights and optimizer state of a folder checkpoint-N, named as our checkpoints
-    name those of `model.hf`.
+    """Return the weights and optimizer state of a folder checkpoint-N, under the names that our
+    checkpoints use for `model.hf`.
 
     Raises:
         CheckpointError: it is no such folder, is one of adapters, of DeepSpeed or FSDP, was saved
@@ -74,8 +74,10 @@ def read_hf_trainer(path: Path) -> TensorSource:
 
 
 def import_hf_trainer(path: Path, folder: Path) -> Path:
-    """Write a folder checkpoint-N as a checkpoint of its step into `folder`, unless it is there
-    from an earlier start, and return its path; raises CheckpointError as `read_hf_trainer`.
+    """Convert a folder checkpoint-N to our format in `folder`, unless an earlier start did, and
+    return its path.
+
+    Raises CheckpointError as `read_hf_trainer`.
     """
     source = read_hf_trainer(path)
     written = folder / folder_name(source.step)
@@ -121,7 +123,7 @@ def _names_of(
 
 
 def _split_names(path: Path) -> tuple[list[str], list[str]]:
-    """Return the names of the model's parameters that decay, and of the others, in its order."""
+    """Return the names of the model's parameters with decay, and of the others, in model order."""
     from transformers.trainer_pt_utils import get_parameter_names
 
     model: Any = on_meta(read_config(path))

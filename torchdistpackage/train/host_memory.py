@@ -7,12 +7,12 @@ _LIMITS = (
     ("memory.max", "memory.current", "memory.stat"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
 )
-"""(limit, use, details) of the control group of a container or a job, of versions 2 and 1."""
+"""(limit, use, details) of the control group of a container or job, for versions 2 and 1."""
 
 
 def available_bytes() -> int:
-    """Return the memory that is available without swapping, within the limit of the control group,
-    if any.
+    """Return the memory available without swapping, within the limit of the control group, if
+    any.
     """
     limits = [_field(Path("/proc/meminfo"), "MemAvailable:") * 1024]
     for limit, use, details in _LIMITS:

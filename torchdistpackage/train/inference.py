@@ -1,4 +1,4 @@
-"""The ranks of `tdp generate` and `tdp eval`, from joining the others to their answer."""
+"""The ranks of `tdp generate` and `tdp eval`, from joining to their answer."""
 
 import os
 import sys
@@ -54,12 +54,12 @@ from torchdistpackage.train.staged_model import StagedModel
 from torchdistpackage.train.weight_averages import average_name
 
 Answer = EvalResult | HarnessResult | dict[str, int] | RankRefusal | None
-"""The answer to a request; None for texts, which have been written."""
+"""Answer to a request; None for texts, which have already been written."""
 Write = Callable[[str], object]
 
 
 def rank_main(config: RunConfig, weights: TrainedWeights, request: Request) -> Answer:
-    """Join the others, do what is asked, and leave; rank 0 writes texts as they come."""
+    """Join the other ranks, answer the request, and leave; rank 0 writes texts as they come."""
     with only_returns():
         return _joined_answer(config, weights, request)
 
@@ -159,7 +159,7 @@ def _write_batch(model: StagedModel, request: GenerateRequest, first: int, write
 
 
 def load_weights(model: StagedModel, weights: TrainedWeights) -> int | None:
-    """Load weights and return the step of their checkpoint; None: the model keeps its initial
+    """Load weights and return the step of their checkpoint, or None if the model keeps its initial
     ones.
     """
     path = None if weights.checkpoint is None else Path(weights.checkpoint)

@@ -10,9 +10,9 @@ from torchdistpackage.plan.logits_file import LogitsSize
 @dataclass(frozen=True, slots=True)
 class TrainedWeights:
     """The source of weights. run: its newest good checkpoint; checkpoint: this one instead;
-    averages: those of the weights, from the same.
+    averages: the averages in it.
 
-    Without both they are those that the configuration begins with.
+    Without run and checkpoint the configuration's initial weights are used.
     """
 
     run: str | None = None
@@ -22,7 +22,7 @@ class TrainedWeights:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Options for the choice of the next token. temperature: 0 takes the likeliest; the others:
+    """Options for the choice of the next token. temperature: 0 takes the likeliest; for the others
     None is off.
     """
 
@@ -34,7 +34,8 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """texts, prompts: the same as letters and as ids. stops: ids that end a text.
+    """A request to continue texts. texts, prompts: the same as letters and as ids. stops: ids that
+    end a text.
 
     tokenizer: a folder with tokenizer.json; None: tokens are bytes. window: tokens that the model
     sees at once. batch: prompts that are continued together.
@@ -52,7 +53,9 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class EvalRequest:
-    """all_data: not only the part that the data section holds for validation."""
+    """A request to evaluate. all_data: read everything, not only the part held out for
+    validation.
+    """
 
     all_data: bool
 
@@ -75,10 +78,11 @@ class LogitsRequest:
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """loss: mean over the tokens that count, in nats. num_windows: 0 where samples are a user's.
+    """The result of an evaluation. loss: mean over the counted tokens, in nats. num_windows: 0 if
+    samples are a user's.
 
-    step: of the checkpoint; None: the weights are no run's. sets: of data.eval, by name. values: of
-    a task, such as the accuracy of a head.
+    step: of the checkpoint; None: the weights belong to no run. sets: results of data.eval, by
+    name. values: of a task, such as the accuracy of a head.
     """
 
     loss: float
@@ -118,8 +122,10 @@ class HarnessRequest:
 
 @dataclass(frozen=True, slots=True)
 class HarnessChat:
-    """The prompts of lm-eval as chats. template: a folder with a chat template. date: which it
-    writes as today's. multiturn: examples are messages of their own, else of one message.
+    """The prompts of lm-eval as chats.
+
+    template: a folder with a chat template. date: value for today's date. multiturn: examples are
+    separate messages instead of one.
     """
 
     template: str
@@ -129,9 +135,9 @@ class HarnessChat:
 
 @dataclass(frozen=True, slots=True)
 class HarnessResult:
-    """values: what lm-eval returned, as JSON has it, without samples. table: the same as text.
+    """The result of lm-eval. values: as JSON, without samples. table: the same as text.
 
-    step: of the checkpoint; None: the weights are no run's.
+    step: of the checkpoint; None: the weights belong to no run.
     """
 
     values: Mapping[str, Any]
@@ -144,6 +150,6 @@ Request = GenerateRequest | EvalRequest | HarnessRequest | ReferenceRequest | Lo
 
 @dataclass(frozen=True, slots=True)
 class RankRefusal:
-    """Why all ranks alike could not do it."""
+    """The reason why all ranks refused the request."""
 
     text: str

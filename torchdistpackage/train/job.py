@@ -1,8 +1,8 @@
-"""A run as processes: start them on this machine, or be one of those a launcher started. No torch.
+"""A run as processes: start them on this machine, or be one that a launcher started. No torch.
 
 A process has one role, and each role is one function: `start_ranks` is the parent on this machine,
 `watch_rank` a task of srun (`lead_start` of rank 0, `follow_start` of the others), `be_rank` and
-`be_rank_in_job` a rank of torchrun. What they refuse, and in which order: plan/refusals.py.
+`be_rank_in_job` a rank of torchrun. plan/refusals.py has the refusals and their order.
 """
 
 import errno
@@ -65,7 +65,8 @@ from torchdistpackage.run_files import CHECKPOINTS, METRICS, RunDir
 WORKER = "torchdistpackage.train.worker"
 WORKER_MAIN = f"{WORKER}:worker_main"
 SLURM_S = 5.0
-"""Limit in seconds for all queries of Slurm before rank 0 starts, as the other ranks wait for it.
+"""Time limit in seconds for all queries of Slurm before rank 0 starts; the other ranks wait for
+it.
 """
 _LOOK_S = 0.1
 # torch._dynamo: the first optimizer of a process imports it, which takes seconds
@@ -77,7 +78,8 @@ def launch(path: str, overrides: list[str], resume: str = "auto") -> int:
 
     It is EXIT_TEMPFAIL if the run ended early and is saved.
 
-    Under a launcher an early end is 0 as well: what follows was decided and written down.
+    Under a launcher an early end is 0 as well, because the next action is already decided and
+    recorded.
 
     Raises:
         ConfigError: it is wrong, for any rank, or `resume` is no folder; nothing has been started.
@@ -98,7 +100,7 @@ def launch(path: str, overrides: list[str], resume: str = "auto") -> int:
 
 
 def how_to_go_on(checkpoints: Path, step: int) -> str:
-    """Return where a run that failed after `step` goes on, and how many steps that costs."""
+    """Return where a run that failed after `step` continues, and how many steps that costs."""
     saved = latest(checkpoints)
     if saved is None:
         return "no checkpoint was saved: the same command starts again at step 0"
@@ -151,7 +153,7 @@ def start_ranks(path: str, overrides: list[str], resume: str) -> int:
 
 
 def _checked(path: str, overrides: list[str], resume: str) -> tuple[RunConfig, Plan, str]:
-    """Return the run on this machine, its plan and what `resume` means.
+    """Return the run on this machine, its plan and the meaning of `resume`.
 
     Raises:
         ConfigError: lists all that is wrong with the file, the plan and the files that it names.
@@ -187,7 +189,7 @@ def _checked(path: str, overrides: list[str], resume: str) -> tuple[RunConfig, P
 
 
 def watch_rank(config: RunConfig, rendezvous: Rendezvous, resume: str = "auto") -> int:
-    """Watch over the rank of this task of srun; its exit code, 0 if the run ended early."""
+    """Watch the rank of this srun task and return its exit code, 0 if the run ended early."""
     name_thread(f"tdp-watch-{rendezvous.rank}")
     signals = SignalFlag()
     signals.listen(config.launch.requeue.signals)
@@ -205,7 +207,7 @@ def watch_rank(config: RunConfig, rendezvous: Rendezvous, resume: str = "auto") 
 def lead_start(
     config: RunConfig, rendezvous: Rendezvous, resume: str, files: RunDir, signals: SignalFlag
 ) -> int:
-    """Watch over rank 0. This task alone refuses, and changes what an earlier start has left."""
+    """Watch rank 0. Only this task refuses, and changes files of an earlier start."""
     with only_writer(files.run, forks=True) as lock:
         resume = resume_of(files, _this_start(files, 0), resume)
         refuse_moving_aside(files, resume)
@@ -228,7 +230,7 @@ def lead_start(
 def follow_start(
     config: RunConfig, rendezvous: Rendezvous, resume: str, files: RunDir, signals: SignalFlag
 ) -> int:
-    """Watch over another rank, once rank 0 has made room where an earlier run is moved aside."""
+    """Watch another rank, after rank 0 has moved an earlier run aside if necessary."""
     if resume_of(files, _this_start(files, rendezvous.rank), resume) == "never":
         _wait_for_room(files, signals, config.launch.init_timeout_s)
     resume = resume_of(files, _this_start(files, rendezvous.rank), resume)
@@ -243,7 +245,7 @@ def _supervise(
     signals: SignalFlag,
     lock: Lock | None = None,
 ) -> int:
-    """Fork the rank and watch over it; the rank keeps the lock alive, if there is one."""
+    """Fork the rank and watch it; the rank keeps the lock alive, if there is one."""
     start = _this_start(files, rendezvous.rank)
     failures, decision = files.failures(start.start), files.decision(start.start)
     log = files.rank_log(rendezvous.rank, start.restart)
@@ -261,7 +263,7 @@ def _supervise(
 
 
 def _wait_for_room(files: RunDir, signals: SignalFlag, limit_s: float) -> None:
-    """Wait until rank 0 has moved an earlier run aside, which shows by its note of this start."""
+    """Wait until rank 0 has moved an earlier run aside, which its record of this start shows."""
     until_s, attempt = time.monotonic() + limit_s, attempt_id(os.environ)
     while attempt not in (start.start for start in read_starts(files.starts)):
         if signals.all_received or time.monotonic() > until_s:
@@ -288,7 +290,7 @@ def be_rank(config: RunConfig, rendezvous: Rendezvous, resume: str) -> int:
 
 
 def be_rank_in_job(config: RunConfig, rendezvous: Rendezvous, resume: str) -> int:
-    """Run as a rank that torchrun started in a Slurm job, whose script does not read decisions.
+    """Run as a rank that torchrun started in a Slurm job whose script does not read decisions.
 
     All ranks read the same files, so they agree whether to train.
     """
@@ -334,10 +336,10 @@ def _this_start(files: RunDir, rank: int) -> Start:
 
 
 def resume_of(files: RunDir, start: Start, resume: str) -> str:
-    """Return what `--resume` means for `start`.
+    """Return the meaning of `--resume` for `start`.
 
-    The word of the user holds for the first start of a job; its requeues, and ranks that torchrun
-    starts anew by itself, go on from the newest checkpoint.
+    The user's choice applies to the first start of a job; its requeues, and ranks that torchrun
+    restarts by itself, continue from the newest checkpoint.
 
     Raises:
         ConfigError: it means a folder, and there is none.

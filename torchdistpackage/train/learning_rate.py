@@ -1,9 +1,8 @@
-"""Factors on the learning rate, step by step: ours, and transformers' schedules by their names.
+"""Learning-rate factors by step: our schedule, and transformers' schedules by their names.
 
-Steps count from 0. The numbers of the latter are those of `transformers.get_scheduler`, whose
-warm-up begins at 0; the schedules' sources are its documentation (inverse square root: Zhai et al.,
-arXiv:2106.04560; restarts: Loshchilov and Hutter, arXiv:1608.03983; warm-up, stable, decay: Hu et
-al., arXiv:2404.06395).
+Steps count from 0. The latter equal `transformers.get_scheduler`, whose warm-up begins at 0; their
+sources are in its documentation (inverse square root: Zhai et al., arXiv:2106.04560; restarts:
+Loshchilov and Hutter, arXiv:1608.03983; warm-up, stable, decay: Hu et al., arXiv:2404.06395).
 """
 
 import math
@@ -32,7 +31,9 @@ def learning_rate(section: OptimSection, num_steps: int) -> Factor:
 
 
 def warmup_notes(section: OptimSection, num_steps: int) -> tuple[str, ...]:
-    """Warn of a warm-up that is longer than the `num_steps` of a run, such as a short trial."""
+    """Return a warning if the warm-up is longer than the `num_steps` of a run, such as a short
+    trial.
+    """
     warmup = section.warmup(num_steps)
     if warmup <= num_steps:
         return ()
@@ -67,7 +68,7 @@ def _transformers(name: str, lr: float, warmup: int, num_steps: int, arguments: 
 
 
 def _done(step: int, warmup: int, num_steps: int) -> float:
-    """Return the share of the steps after the warm-up that is over."""
+    """Return the completed fraction of the steps after the warm-up."""
     return (step - warmup) / max(1, num_steps - warmup)
 
 

@@ -1,7 +1,7 @@
-"""A model of this package as one of EleutherAI's lm-eval, on rank 0.
+"""A model of this package behind the interface of EleutherAI's lm-eval, on rank 0.
 
 Texts become tokens as in lm-eval's own `HFLM`: a context and its continuation are tokenized as one
-text, and the tokens behind those of the context alone are scored.
+text, and the tokens after the context's are scored.
 """
 
 import json
@@ -37,9 +37,9 @@ from torchdistpackage.train.log import print_line
 from torchdistpackage.train.row_scores import ScoredRow
 
 _MAX_NEW_TOKENS = 256
-"""The default of `HFLM`."""
+"""Default of `HFLM`."""
 _DRAWS = 1000
-"""Draws of a bootstrapped standard error; one of a mean has a formula."""
+"""Draws for a bootstrapped standard error; that of a mean has a formula."""
 _SAMPLING_KEYS = {"temperature", "top_k", "top_p", "do_sample"}
 
 
@@ -69,8 +69,8 @@ class HarnessModel(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[Message], add_generation_prompt: bool = True
     ) -> str:
-        """Return the text of a chat; as `HFLM` does, without the system's message where the
-        template takes none.
+        """Return the text of a chat; like `HFLM`, without the system message if the template takes
+        none.
         """
         assert self._template is not None
         continues = not add_generation_prompt
@@ -104,7 +104,7 @@ class HarnessModel(TemplateLM):
         return [(score.log_prob, score.is_greedy) for score in scores]
 
     def _row(self, context: list[int], continuation: list[int]) -> ScoredRow:
-        """Return the row of a request, which keeps its last tokens where it is too long."""
+        """Return the row of a request, cut to its last tokens if it is too long."""
         window = self._request.window
         if not continuation or len(continuation) > window:
             raise DataError(
@@ -199,8 +199,9 @@ def evaluate_tasks(ranks: HarnessRanks) -> tuple[dict[str, Any], str]:
 
 
 def unknown_tasks(names: Iterable[str], include_path: str | None) -> tuple[list[str], bool]:
-    """Return the names that no task has, and whether one has to be looked for among lm-eval's own
-    tasks, whose index takes seconds to read.
+    """Return the names that match no task, and whether lm-eval's own tasks are needed.
+
+    The index of lm-eval's own tasks takes seconds to read.
     """
     unmatched = list(names)
     for with_defaults in (False, True):

@@ -1,7 +1,7 @@
-"""The output of a run while it trains, and what it keeps: metrics, progress, the loss curve.
+"""The output of a run while it trains, and its records: metrics, progress, the loss curve.
 
-One rule: `metrics.jsonl` is the record. It has one object a step, each step once however often
-the run was stopped and resumed, and the picture is drawn from it alone.
+`metrics.jsonl` is the only record. It has one object per step, each step once however often the run
+was stopped and resumed, and the picture is drawn from it.
 """
 
 import logging
@@ -27,7 +27,7 @@ from torchdistpackage.train.step_stats import StepResult
 log = logging.getLogger(__name__)
 
 SHARES = "sources"
-"""The key of a row under which each of several sources has its part of the step's samples."""
+"""Key of a row with the shares of a step's samples by source."""
 _COLUMNS = 80
 _MOST = 1e300
 """Largest value plotted. matplotlib crashes on integers that do not fit a float."""
@@ -45,8 +45,8 @@ def perplexity(loss: float) -> float:
 
 
 def evaluation_lines(loss: float, sets: Mapping[str, float], *, of_tokens: bool) -> list[str]:
-    """Return lines with the losses of a validation and of each set, and perplexities if they are of
-    tokens.
+    """Return lines with the losses of a validation and of each set, and perplexities if the losses
+    are of tokens.
     """
     every = {"val": loss, **sets}
     texts = [f"{n} {x:.4f}" + f" ({perplexity(x):.4g})" * of_tokens for n, x in every.items()]
@@ -58,7 +58,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
     """A display of the progress of a run: a bar on a terminal, else one plain line every `every`
     steps.
 
-    done: steps that an earlier start of the run has done. unit: what the loss is a mean over.
+    done: steps completed by earlier starts of the run. unit: what the loss is a mean over.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         task: str = "",
         texts: Iterable[str] = (),
     ) -> None:
-        """Show a step that is done.
+        """Show a completed step.
 
         Bubbles are fractions of the step time; None without a pipeline. predicted_per_s: predicted
-        tokens a second. shares: of the step's samples, by source of several. task: what a task
-        says of its means. texts: what other values show (plan/logged_values.py).
+        tokens per second. shares: of the step's samples by source, if there are several. task: text
+        of a task's means. texts: texts of other values (plan/logged_values.py).
         """
         if self._bar is None and step % self._every and step != self._total:
             return
@@ -132,7 +132,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             self._stream.flush()
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """End the bar in its current state."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -141,7 +141,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
 
 
 class StepLog:
-    """The rows and lines of a run's steps: of rank 0, on all others nothing.
+    """The rows and lines of a run's steps; it does nothing on ranks other than 0.
 
     every: steps between lines where there is no bar, and between measurements of a device. unit:
     what the loss is a mean over. samples: of a step, where the loss, or model and data, are a
@@ -209,20 +209,20 @@ class StepLog:
 
     @property
     def in_nats(self) -> bool:
-        """Return whether the loss is the cross entropy of tokens, which other losses compare
-        with.
+        """Return whether the loss is the cross entropy of tokens, which can be compared with other
+        losses.
         """
         return self._is_cross_entropy and self.unit == "tokens"
 
     def see(self, num_terms: int) -> None:
-        """Take note of how many terms the loss of a step is a mean over, before it is logged."""
+        """Record the number of terms in a step's mean loss, before it is logged."""
         if self._samples is not None and num_terms <= self._samples:
             self.unit = "samples"
             if self._metrics is not None:
                 self._bar.unit = self.unit
 
     def note(self, *lines: str, **values: float | str | Mapping[str, float]) -> None:
-        """Say these lines, and add these values to the row, with the step that is logged next."""
+        """Print these lines, and add these values to the row, with the next logged step."""
         self._lines += lines
         self._values |= values
 
@@ -261,7 +261,7 @@ class StepLog:
             self._bar.say(indent(fill(str(noted["pipeline"]), width), "  "))
 
     def amend(self, step: int, values: Mapping[str, Any]) -> None:
-        """Add to the row of `step`, the last one, what an earlier start did not come to."""
+        """Add values to the row of `step`, the last one, that an earlier start left out."""
         if self._metrics is not None:
             self._metrics.amend(step, **values)
 
@@ -274,7 +274,7 @@ class StepLog:
 def plot_loss(
     metrics: str | Path, out: str | Path | None = None, *, in_nats: bool = True
 ) -> Path | None:
-    """Draw the losses of a metrics file over steps, as `loss.png` next to it; returns its path.
+    """Draw the losses of a metrics file over steps, as `loss.png` next to it; return its path.
 
     It returns None and logs one line if matplotlib is missing or there is nothing to draw.
     """

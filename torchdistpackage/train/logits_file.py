@@ -1,5 +1,5 @@
-"""The teacher's most likely tokens as a file: written once by `tdp reference`, on any layout, and
-read by runs that then hold no teacher.
+"""The teacher's most likely tokens as a file. ¶ `tdp reference` writes it once, on any layout, and
+later runs read it and hold no teacher.
 
 Sample i of a step follows from the seed, the step and i alone (data/source.py), so the file has the
 samples of the run in their order, step after step: `log_probs` (samples, tokens, k), and `ids` of
@@ -45,8 +45,8 @@ def write_logits(
 ) -> dict[str, int]:
     """Write the file on rank 0, batch by batch, with a header of `logits_identity`.
 
-    model: the teacher, which is left in evaluation mode. seed, global_batch: of the run. All ranks
-    call it together; each returns the number of samples by split.
+    model: the teacher, left in evaluation mode. seed, global_batch: of the run. All ranks call it
+    together; each returns the number of samples by split.
     """
     plan = model.plan
     num_data, index = plan.topology.dense.axis_size("data"), tpc.get_dp_rank()
@@ -89,9 +89,10 @@ def _top_k_of(
     size: LogitsSize,
     rows: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
-    """Return (log-probabilities, ids) of a round's samples (N, S, k), 0 but for those of this rank.
+    """Return (log-probabilities, ids) of a round's samples (N, S, k), 0 except for those of this
+    rank.
 
-    rows: (N, the first of this rank's).
+    rows: (N, index of this rank's first row).
     """
     number, first_row = rows
     shape = (number, *size.shape[1:])
@@ -129,9 +130,10 @@ def _write(path: Path, head: int, begin: int, size: LogitsSize, tensors: list[Te
 
 
 class LogitsFileLoss(DistillLoss):
-    """The loss beside a file of the teacher's most likely tokens.
+    """The loss relative to a file of the teacher's most likely tokens.
 
-    model: that is trained. global_batch: samples of a step. The file was checked by `wrong_logits`.
+    model: the trained model. global_batch: samples of a step. The file was checked by
+    `wrong_logits`.
     """
 
     def __init__(self, model: StagedModel, options: DistillSection, global_batch: int):

@@ -1,8 +1,8 @@
 """The run from its first step to its last: train, validate, save.
 
-Every rank runs the same loop. Three things in it differ from most training loops, and each has a
-comment where it stands: one all-reduce a step carries everything that ranks tell each other, its
-numbers are read a step late, and all ranks stop after the same step.
+Every rank runs the same loop. It differs from most training loops in three ways, each with a
+comment at its place: one all-reduce per step carries everything that ranks tell each other, its
+numbers are read one step late, and all ranks stop after the same step.
 """
 
 import time
@@ -23,7 +23,9 @@ from torchdistpackage.train.train_state import TrainState
 
 
 class Callback:
-    """Made, and called by the loop, on all ranks alike. `loop.log` takes what is to be said."""
+    """Base class of callbacks; the loop calls them on all ranks alike. `loop.log` takes their
+    output.
+    """
 
     def on_begin(self, loop: "Loop") -> None:
         """Called when the files of the run are open, before the first step is issued."""
@@ -33,7 +35,7 @@ class Callback:
         return False
 
     def is_due(self, step: int) -> bool:
-        """Return whether to read the numbers of `step` before the next one is issued."""
+        """Return whether the numbers of `step` must be read before the next step is issued."""
         return False
 
     def before_step(self, loop: "Loop", step: int) -> None:
@@ -43,11 +45,14 @@ class Callback:
         """Called after `step` was issued; a device may still be working on it."""
 
     def on_step(self, loop: "Loop", result: StepResult, issued: PendingStep) -> None:
-        """Called when the numbers of a step have arrived, before any of them is noted or logged."""
+        """Called when the numbers of a step have arrived, before any of them is recorded or
+        logged.
+        """
 
     def on_validated(self, loop: "Loop", values: Mapping[str, float]) -> None:
-        """Called after a validation with its values, equal on all ranks: `val_loss`, the losses of
-        data.eval by their names, and others as in the row of the step.
+        """Called after a validation with its values, equal on all ranks.
+
+        They are `val_loss`, the losses of data.eval by name, and others as in the row of the step.
         """
 
     def on_save(self, loop: "Loop", step: int, took_s: float) -> None:
@@ -58,14 +63,13 @@ class Callback:
 
 
 class Loop:
-    """One call of `run()`. `folder` is the run folder, shared by all ranks.
+    """One run of training, by `run()`. `folder` is the run folder, shared by all ranks.
 
     call_timeout_s: of a collective or message after the first step, without a watch. eval_every,
     save_every, save_every_min, local_every: steps, or minutes, between two; 0 and None are off, and
-    a validation comes at the end too. save_last: the last step is saved, whatever they are.
-    saver: of this run's checkpoints, for local_every with local copies; default: all in turn.
-    callbacks: called in their order, on all ranks.
-    watch: ends a hang before the limits of single calls do.
+    a validation comes at the end too. save_last: the last step is saved, whatever they are. saver:
+    of this run's checkpoints, for local_every with local copies; default: all in turn. callbacks:
+    called in their order, on all ranks. watch: ends a hang before the limits of single calls do.
     """
 
     def __init__(
@@ -123,10 +127,10 @@ class Loop:
         self._start = state.step
         self._asked_to_save = self._asked_to_stop = False
         self.early_end = ""
-        """Why the run is complete before its last step; empty if it is not."""
+        """Reason why the run is complete before its last step; empty if it is not."""
 
     def run(self) -> float | None:
-        """Train to the last step; the final validation loss, in nats a token.
+        """Train to the last step and return the final validation loss, in nats per token.
 
         It returns None if a rank asked to stop first; then the state is saved, and all ranks know.
         """
@@ -226,12 +230,12 @@ class Loop:
         return loss
 
     def ask_to_save(self) -> None:
-        """Save after this step; all ranks call it in the same one."""
+        """Save after this step; all ranks call it in the same step."""
         self._asked_to_save = True
 
     def end_early(self, reason: str) -> None:
-        """Let the run be complete after this step, and saved if it saves at all; all ranks call it
-        in the same one.
+        """Mark the run as complete after this step; it is saved if it saves at all. All ranks call
+        it in the same step.
         """
         self.early_end = reason
         self._asked_to_save |= self.saves and self.state.step > self._start
@@ -256,7 +260,9 @@ class Loop:
             self.saver.save_locally(self.state)
 
     def _on_saved(self, step: int, took_s: float) -> None:
-        """Note that the checkpoint of `step` is complete, `took_s` seconds after its save began."""
+        """Record that the checkpoint of `step` is complete, `took_s` seconds after its save
+        began.
+        """
         self.stop.save_s.append(took_s)
         for callback in self._callbacks:
             callback.on_save(self, step, took_s)
@@ -268,13 +274,13 @@ class Loop:
         return self._save_last or bool(save_interval)
 
     def _save_is_due(self) -> bool:
-        """Return rank 0's vote for a save, by its clock; the other ranks have none."""
+        """Return rank 0's vote for a save, by its clock; other ranks vote 0."""
         minutes = self._save_every_min
         by_clock = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
         return self.is_main and (by_clock or self.saver.owes)
 
     def _read(self, issued: PendingStep) -> StepResult:
-        """Wait for the numbers of a step, and note what all ranks agreed on with them."""
+        """Wait for the numbers of a step, and record the decisions that came with them."""
         result = issued.wait()
         self._pending = None
         for on_step in self._on_step:
@@ -313,7 +319,7 @@ class Loop:
 
 
 def _own(callbacks: Sequence[Callback], name: str) -> list[Callable[..., Any]]:
-    """Return the callbacks' methods of this name, without those that do nothing."""
+    """Return the callbacks' methods of this name, except those that do nothing."""
     nothing = getattr(Callback, name)
     methods = [getattr(callback, name) for callback in callbacks]
     return [x for x in methods if getattr(x, "__func__", None) is not nothing]

@@ -1,4 +1,4 @@
-"""Losses of outputs and targets as (sum, count): our own of tokens, and a user's."""
+"""Losses of outputs and targets as (sum, count): our own for tokens, and a user's."""
 
 from collections.abc import Callable
 
@@ -30,8 +30,9 @@ def token_cross_entropy(
 def smoothed(
     loss: Callable[..., tuple[Tensor, Tensor]], stage: nn.Module, label_smoothing: float
 ) -> LossFn:
-    """Return a loss whose labels are smoothed while `stage` trains; a validation takes them as they
-    are, so that its perplexity is one of tokens.
+    """Return a loss with label smoothing while `stage` trains.
+
+    A validation does not smooth, so its perplexity is that of the tokens.
     """
 
     def loss_of(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,7 +49,7 @@ def from_user(
     """Return a loss that calls a user's `fn(outputs, targets)`, which returns (sum, count) or the
     mean over dim 0.
 
-    gather: joins outputs that a model of ours leaves split over tensor ranks.
+    gather: joins outputs that one of our models leaves split over tensor ranks.
     """
 
     def loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""List what a rank that ran out of memory holds, by kind, beside what its plan predicts."""
+"""List the memory of a rank that ran out of it, by kind, beside the plan's prediction."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +16,7 @@ from torchdistpackage.train.stage_trace import traced
 from torchdistpackage.train.step import Trainer
 
 _ON_HOST = "can't allocate memory"
-"""Part of the text with which torch's CPU allocator gives up, in a RuntimeError."""
+"""Substring of the RuntimeError that torch's CPU allocator raises when it gives up."""
 
 
 @contextmanager
@@ -56,8 +56,10 @@ def memory_note(trainer: Trainer) -> str:
 
 
 def actual_bytes(trainer: Trainer) -> dict[str, int]:
-    """Return the bytes that this rank holds, each storage once. What is not of the model and its
-    optimizer is activations and other tensors, which only a GPU's allocator counts.
+    """Return the bytes that this rank holds, each storage once.
+
+    Anything outside the model and its optimizer is activations and other tensors, which only a
+    GPU's allocator counts.
     """
     parameters, inner = [*trainer.stage.parameters()], trainer.update.inner
     weights: list[Tensor] = [*parameters, *trainer.stage.buffers()]

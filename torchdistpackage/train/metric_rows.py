@@ -1,4 +1,4 @@
-"""The file of a row for each step, each step once, whatever kills and resumes the run."""
+"""A file with one row per step, each step once, however the run is killed and resumed."""
 
 import json
 import math
@@ -17,8 +17,7 @@ from torchdistpackage.launch.run_rows import read_rows
 from torchdistpackage.run_files import METRICS
 
 _LOOK_S = 1.0
-"""Seconds between looks whether the folder still exists. A look costs nothing, except on old NFS.
-"""
+"""Seconds between checks whether the folder still exists. A check is free except on old NFS."""
 _HELD = 100_000
 """Largest number of rows that wait in memory for a full disk; beyond it the oldest are lost."""
 _SHOWN = 4
@@ -49,7 +48,8 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self._replace(rows)
 
     def write(self, step: int, **values: object) -> None:
-        """Add the row of a step and hand it to the system; not finite numbers become null.
+        """Add the row of a step and hand it to the operating system; non-finite numbers become
+        null.
 
         Raises:
             DataError: a row of this step or a later one is there, or the file is not any more, or
@@ -151,8 +151,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return rows by ascending step, the last one written for each step, without lines that hold
-    none.
+    """Return rows by ascending step, the last one written for each step, without invalid lines.
 
     Raises:
         DataError: the name is that of a device, a pipe or the like, which is not opened.
@@ -161,9 +160,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _missing(steps: Sequence[int], last: int) -> str:
-    """List the numbers from 1 to `last` that the ascending `steps` leave out, as text; "" if
-    none.
-    """
+    """Return the numbers from 1 to `last` missing in the ascending `steps`, as text; "" if none."""
     gaps = [(a + 1, b - 1) for a, b in pairwise([0, *steps, last + 1]) if b - a > 1]
     shown = ", ".join(f"{a} to {b}" if b > a else f"{a}" for a, b in gaps[:_SHOWN])
     more = sum(b - a + 1 for a, b in gaps[_SHOWN:])

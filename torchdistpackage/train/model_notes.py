@@ -17,7 +17,7 @@ def model_notes(trainer: Trainer) -> list[str]:
 
 
 def _copies(trainer: Trainer) -> Iterator[str]:
-    """Yield what to say where tensor ranks share nothing of a user's own model."""
+    """Yield a note if tensor ranks share nothing of a user's own model."""
     plan = trainer.plan
     tensor = plan.topology.dense.axis_size("tensor")
     layouts = trainer.layouts.values()
@@ -33,7 +33,7 @@ def _copies(trainer: Trainer) -> Iterator[str]:
 
 
 def _parts(trainer: Trainer) -> Iterator[str]:
-    """Yield a warning where context ranks share sequences and the model was not told of it."""
+    """Yield a warning if context ranks share sequences and the model was not told about it."""
     plan = trainer.plan
     shared = plan.topology.dense.axis_size("context") > 1
     if shared and not is_wrapped(trainer.stage):

@@ -1,8 +1,8 @@
-"""Find the origin of numbers that are not finite: rank, stage, first parameter.
+"""Find the origin of non-finite numbers: rank, stage, first parameter.
 
-A sum over ranks hides its origin: afterwards all have it. So the step is done once more, with the
-same samples and random states, and nothing is summed between replicas; what each rank finds in its
-own outputs, loss and gradients is put together. It leaves no gradients behind.
+A sum over ranks hides its origin: afterwards all have it. So the step is repeated with the same
+samples and random states, without sums between replicas, and each rank's findings in its outputs,
+loss and gradients are combined. No gradients are left behind.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,8 +23,8 @@ from torchdistpackage.train.step_stats import PendingStep
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteGrads:
-    """Parameters of one rank whose gradients are not finite: how many, and of the first, in the
-    order of the backward, its stage and name."""
+    """Parameters of one rank with non-finite gradients: their number, and stage and name of the
+    first in backward order."""
 
     stage: int
     name: str
@@ -39,8 +39,8 @@ class NonFiniteGrads:
 class NonFiniteReport:
     """The non-finite values that one rank saw when the step was repeated, before and after the sum.
 
-    forward: microbatch, stage and kind (output, loss) of what first came out of one of its stages
-    not finite, though all that went in was. own, summed: its gradients before and after the sum.
+    forward: micro-batch, stage and kind (output, loss) of the first non-finite result whose inputs
+    were finite. own, summed: gradients before and after the sum.
     """
 
     rank: int
@@ -50,8 +50,9 @@ class NonFiniteReport:
 
 
 def explain(trainer: Trainer, issued: PendingStep) -> str:
-    """Say in words where the first non-finite number of the last issued step came from. Collective
-    over the entire run.
+    """Return a text that says where the first non-finite number of the last issued step came from.
+
+    Collective over the entire run.
     """
     finite = issued.norms.isfinite().tolist()
     later = [n for n, ok in zip(issued.names, finite, strict=True) if not ok]
@@ -121,7 +122,7 @@ def _words(reports: Sequence[NonFiniteReport]) -> str:
 
 
 class _ForwardProbe:
-    """Looks at what goes into and comes out of each stage, and at the loss."""
+    """Watches the inputs and outputs of each stage, and the loss."""
 
     def __init__(self, trainer: Trainer):
         self._trainer, self._finite_so_far = trainer, True

@@ -1,6 +1,6 @@
-"""The optimizer of a stage, by its row in config/optimizers.py.
+"""Make the optimizer of a stage from its row in config/optimizers.py.
 
-Matrices decay, vectors and norms do not.
+Matrices have weight decay; vectors and norms have none.
 """
 
 from collections.abc import Collection, Mapping
@@ -29,7 +29,7 @@ def make_optimizer(
     global_names: Mapping[str, str] | None = None,
     layouts: Mapping[str, Layout] | None = None,
 ) -> torch.optim.Optimizer | None:
-    """Return the optimizer of a stage; None for a stage without parameters that train.
+    """Return the optimizer of a stage; None for a stage without trained parameters.
 
     tables: names of embeddings and heads, which muon and adamw8bit leave to AdamW: a row of an
     embedding has gradients with its token alone, and transformers' Trainer gives it no 8 bits
@@ -79,8 +79,9 @@ def make_optimizer(
 
 
 def _is_matrix(p: nn.Parameter, layout: Layout | None) -> bool:
-    """Return whether muon takes a parameter: a matrix, or the matrices of several experts. Mark it
-    with its layout, from which Muon knows its parts.
+    """Return whether muon updates a parameter: a matrix, or the matrices of several experts.
+
+    It marks the parameter with its layout, which tells Muon its parts.
     """
     stacked = layout is not None and layout.view == "expert"
     if p.dim() != 2 + stacked:
@@ -91,7 +92,7 @@ def _is_matrix(p: nn.Parameter, layout: Layout | None) -> bool:
 
 
 def _settings(section: OptimSection, name: str) -> tuple[float, float]:
-    """Return the learning rate and weight decay of a parameter that decays, by its global name."""
+    """Return the learning rate and weight decay of a decaying parameter, by its global name."""
     index = section.group_of(name)
     if index is None:
         return section.lr, section.weight_decay
@@ -103,13 +104,13 @@ def _settings(section: OptimSection, name: str) -> tuple[float, float]:
 
 
 def _rate(base: float, lr: float) -> dict[str, float]:
-    """Return what a parameter group has where its learning rate is not that of the run."""
+    """Return a group's extra options if its learning rate differs from the run's."""
     return {} if lr == base else {"lr": lr, LR_SCALE: lr / base}
 
 
 def adamw(groups: Groups, section: OptimSection) -> torch.optim.Optimizer:
-    """Return torch's fused AdamW, whose kernels read `found_inf` on the device and skip the step by
-    it.
+    """Return torch's fused AdamW, whose kernels read `found_inf` on the device and skip the step
+    accordingly.
     """
     return torch.optim.AdamW(
         groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True
@@ -123,7 +124,9 @@ def adamw8bit(groups: Groups, section: OptimSection) -> torch.optim.Optimizer:
     from bitsandbytes.optim import AdamW8bit
 
     class AdamW8bitOfOne(AdamW8bit):
-        """Between steps no state has the tables that all share, or a checkpoint would have them."""
+        """AdamW in 8 bits whose state omits, between steps, the tables shared by all parameters, so
+        that no checkpoint has them.
+        """
 
         @torch.no_grad()
         def update_step(self, group: Any, p: Any, gindex: int, pindex: int) -> None:
@@ -177,9 +180,9 @@ def from_user(groups: Groups, section: OptimSection) -> torch.optim.Optimizer:
 
 
 class JointOptimizer(torch.optim.Optimizer):
-    """Optimizers of some parameters each as one, which leaves a step out by `found_inf`.
+    """Several optimizers as one, which skips a step by `found_inf`.
 
-    The parts see whatever is set in a group, or loaded into the state.
+    The inner optimizers see whatever is set in a group or loaded into the state.
     """
 
     found_inf: Tensor | None = None
@@ -193,15 +196,16 @@ class JointOptimizer(torch.optim.Optimizer):
 
     @property
     def takes_split(self) -> bool:
-        """True if each part steps parameters that ranks split as one process would."""
+        """True if each inner optimizer updates parameters that ranks split as one process would."""
         return all(
             getattr(part, "takes_split", type(part) is torch.optim.AdamW) for part in self.parts
         )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Step all parts. Their kernels do not read `found_inf`, so the host reads it, which waits
-        for the device.
+        """Step all inner optimizers.
+
+        Their kernels do not read `found_inf`, so the host reads it, which waits for the device.
         """
         assert closure is None
         if self.found_inf is not None and bool(self.found_inf):

@@ -1,7 +1,8 @@
-"""The steps of a run's own configuration, small and in float64, on several layouts: `tdp prove`.
+"""Compare steps of a run's own configuration, reduced and in float64, on several layouts: `tdp
+prove`.
 
-The model and the batch are made smaller with the same classes; the samples of a step are those of
-one process under every layout. What ranks do is in parity_steps.py.
+The model and the batch become smaller, with the same classes; every layout takes the samples of one
+process. parity_steps.py has the ranks' steps.
 """
 
 import inspect
@@ -43,10 +44,10 @@ them."""
 def compare_plan(
     plan: Plan, say: Callable[[str], None], pool: RankPool | None = None, layouts: str = "all"
 ) -> ParityReport:
-    """Compare layouts of a plan with one process, with a small model; layouts: see `parity_run`.
+    """Compare layouts of a plan with one process, using a reduced model; layouts: see `parity_run`.
 
-    A model of one's own is made smaller by its constructor's arguments (smaller_arguments.py); in
-    its own size it is compared where it cannot be. say: takes lines of progress.
+    Your own model is reduced through its constructor's arguments (smaller_arguments.py), or
+    compared in full size if that is impossible. say: takes lines of progress.
 
     Raises:
         ConfigError: the plan has one rank.
@@ -93,7 +94,7 @@ def compare_run(
     """Compare every layout of the run with one process.
 
     resumes: also stop and resume, and load the save of one process. narrow: if the first layout
-        differs, compare those with fewer axes, to name the axis.
+    differs, compare layouts with fewer axes to name the axis.
 
     Raises:
         TorchDistError: one process alone fails.
@@ -145,11 +146,11 @@ def compare_run(
 
 
 _CHANGES = {"accumulation": "accumulation", "recompute": "recompute", "compile": "compiled"}
-"""Name of an option -> the kind of mistake, where gradients or outputs change with it."""
+"""Name of an option -> kind of the mistake if gradients or outputs change with it."""
 
 
 def _changed(feature: ComparedOption, ranks: Ranks) -> ParityFinding | None:
-    """Return what an option changes in one process; None: nothing."""
+    """Return what an option changes in one process, or None."""
     options = ({}, "", ONE_PROCESS, feature.alike, feature.dropout)
     without, having = (
         records_of(ranks, record_run, config, *options)

@@ -1,10 +1,10 @@
-"""The steps that one rank of `tdp prove` takes, and what it notes of them.
+"""The steps that one rank of `tdp prove` takes, and its records of them.
 
-Three steps without dropout are compared with those of one process. Then the run goes on with
-dropout, and once more from a save, with a second stop and start, where each layout must come to its
-own bits again. At last the save of one process is loaded, and a step more compared.
+Three steps without dropout are compared with those of one process. Then the run continues with
+dropout, and once more from a save, with a second stop and start, where each layout must reproduce
+its own bits. Finally the save of one process is loaded, and one more step is compared.
 
-Everything that a checkpoint would hold is noted in global coordinates, so ZeRO's shards are
+Everything that a checkpoint would hold is recorded in global coordinates, so ZeRO's shards are
 compared like full tensors.
 """
 
@@ -44,10 +44,10 @@ from torchdistpackage.train.step_stats import StepResult
 from torchdistpackage.train.train_state import TrainState, resume, save_state
 
 ONE_PROCESS = "one"
-"""Folder of the saves of one process, within that of all saves."""
+"""Folder of the saves of one process, inside that of all saves."""
 _KEEP = 9
 _FILL = 0.05
-"""Value of vectors that would begin at zero."""
+"""Value for vectors that would start at zero."""
 
 
 def record_run(
@@ -60,9 +60,9 @@ def record_run(
 ) -> ParityRecord:
     """Take the steps as a rank of the layout; runs on every rank.
 
-    saves: folder of the saves of all layouts; empty: nothing is saved, stopped and resumed.
-    name: of this layout's folder in it. alike: every micro-batch gets the samples of the first.
-    dropout: the compared steps draw.
+    saves: folder of the saves of all layouts; empty: nothing is saved, stopped or resumed. name: of
+    this layout's folder in it. alike: every micro-batch gets the samples of the first. dropout: the
+    compared steps draw.
     """
     rank = resolve_group(None, "global").rank()
     plan = make_plan(config, world_size_of(axes))
@@ -154,7 +154,7 @@ def _compared_steps(trainer: Trainer, record: ParityRecord, *, alike: bool, drop
 
 
 def _take_mean(record: ParityRecord, tokens: int) -> None:
-    """Divide the gradients of the sum of all losses by the number of tokens."""
+    """Divide the gradients of the summed losses by the number of tokens."""
     for grads in (record.grads, record.early):
         for name, grad in grads.items():
             grads[name] = grad / tokens
@@ -165,7 +165,9 @@ def _take_mean(record: ParityRecord, tokens: int) -> None:
 
 
 def _fill_vectors(trainer: Trainer) -> None:
-    """Give vectors that begin at zero, as biases do, a value: zero added twice is right."""
+    """Give a value to vectors that start at zero, such as biases, because an error that adds zero
+    twice would not show.
+    """
     rank_here = TopologyRank(tpc.topology, trainer.rank)
     for saved in saved_tensors(trainer.saved(), rank_here, trainer.optimizer):
         if len(saved.shape) == 1 and not saved.is_buffer and STATE not in saved.name:
@@ -177,16 +179,18 @@ def _fill_vectors(trainer: Trainer) -> None:
 
 
 def _scale(trainer: Trainer, summed: Mapping[Tensor, Tensor]) -> float | None:
-    """Return what the update has multiplied the gradients by; None: there are none any more."""
+    """Return the factor by which the update multiplied the gradients; None if they no longer
+    exist.
+    """
     pairs = [(x.grad, grad) for x, grad in summed.items() if x.grad is not None]
     power = sum(float(gradient.square().sum()) for _, gradient in pairs)
     return sum(float((now * gradient).sum()) for now, gradient in pairs) / power if power else None
 
 
 def _note_gradients(trainer: Trainer, record: ParityRecord, summed: dict[Tensor, Tensor]) -> None:
-    """Note the gradients of the sum of all losses, of full parameters or of ZeRO's shards.
+    """Record the gradients of the summed losses, of full parameters or of ZeRO's shards.
 
-    summed: gets them by the tensor that holds each.
+    summed: receives them, keyed by the tensor that holds each.
     """
     for holder in trainer.update.holders:
         if holder.grad is not None:
@@ -208,7 +212,9 @@ def _note_gradients(trainer: Trainer, record: ParityRecord, summed: dict[Tensor,
 
 
 def _grads(trainer: Trainer) -> dict[str, Tensor]:
-    """Return this rank's slices of the gradients, by global name; none of ZeRO's."""
+    """Return this rank's slices of the gradients, by global name; those in ZeRO's shards are
+    excluded.
+    """
     if isinstance(trainer.optimizer, ShardedOptimizer):
         return {}
     named = trainer.stage.named_parameters()
@@ -216,7 +222,7 @@ def _grads(trainer: Trainer) -> dict[str, Tensor]:
 
 
 class _TrainerRun:
-    """A trainer with the folder of its saves, as `StoppableRun`."""
+    """A trainer with the folder of its saves, as a `StoppableRun`."""
 
     def __init__(self, trainer: Trainer, folder: Path):
         self._trainer, self._folder = trainer, folder
@@ -234,7 +240,7 @@ class _TrainerRun:
         self._trainer.close()
 
     def take_step(self, step: int, masks: dict[str, Tensor] | None = None) -> RunMoment:
-        """Take a step; masks: gets what dropout modules keep."""
+        """Take a step; masks: receives the masks of dropout modules."""
         batches, samples = self._trainer.batches, list[int]()
         make_batch, results = batches.of_training, list[StepResult]()
 
@@ -271,7 +277,7 @@ def _elsewhere(trainer: Trainer, folder: Path, one: Path, record: ParityRecord) 
 
 
 def _placed(trainer: Trainer) -> Placed:
-    """Return copies of what a checkpoint holds of this rank, in global coordinates."""
+    """Return copies of this rank's checkpointed tensors, in global coordinates."""
     if isinstance(trainer.optimizer, ShardedOptimizer):
         trainer.optimizer.finish()
     rank_here = TopologyRank(tpc.topology, trainer.rank)
@@ -283,8 +289,9 @@ def _placed(trainer: Trainer) -> Placed:
 
 
 def _weights(trainer: Trainer) -> dict[str, Tensor]:
-    """Return weights by global name. ZeRO stage 3 has none, as there a rank holds slices without a
-    shape.
+    """Return weights by global name.
+
+    ZeRO stage 3 has none, because a rank holds slices without a shape there.
     """
     if isinstance(trainer.optimizer, ShardedOptimizer):
         trainer.optimizer.finish()
@@ -294,8 +301,9 @@ def _weights(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _parts(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return by global name this rank's slices of full tensors, without padding. A bias that only
-    the first rank adds is zero on the others.
+    """Return this rank's slices of full tensors by global name, without padding.
+
+    A bias that only the first rank adds is zero on the others.
     """
     parts: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Training on pairs of answers, most losses of which compare with a frozen reference.
+"""Training on pairs of answers; most losses compare with a frozen reference.
 
 Before each pass over the microbatches the reference runs its forwards by the same schedule, so it
 needs no messages of its own kind on any layout. The reference is the model with its adapters
@@ -32,7 +32,7 @@ from torchdistpackage.train.staged_model import (
 from torchdistpackage.train.task import Run, TaskLoss, summed_over, told_once
 
 ReferenceOfRound = Callable[[Split, int, int], Mapping[int, Tensor]]
-"""Returns by microbatch the reference's log-probabilities (N,) of the rows of a round, which is
+"""Returns, by micro-batch, the reference's log-probabilities (N,) of a round's rows; the round is
 named as for `TaskLoss.begin_round`."""
 
 
@@ -92,9 +92,10 @@ class PreferenceLoss(TaskLoss):
         inputs: Sequence[Tensor],
         targets: Sequence[Tensor],
     ) -> MicrobatchLoss:
-        """Return the loss of these microbatches of rows, beside the reference's log probabilities.
+        """Return the loss of these micro-batches of rows, relative to the reference's
+        log-probabilities.
 
-        executor: forward alone; run: its `run`.
+        executor: forward only; run: its `run`.
         """
         reference: dict[int, Tensor] = {}
         if not self._options.spec.has_reference:
@@ -119,8 +120,8 @@ class PreferenceLoss(TaskLoss):
         targets: Tensor,
         m: int,
     ) -> tuple[Tensor, Tensor]:
-        """Return (sum of the pairs' losses, number of pairs); a pair without a token that counts is
-        none.
+        """Return (sum of the pairs' losses, number of pairs); a pair without a counted token does
+        not count.
         """
         log_probs, num_tokens = self._log_probs(model.loss, outputs, targets)
         reference, spec = reference_log_probs.get(m), self._options.spec
@@ -140,8 +141,8 @@ class PreferenceLoss(TaskLoss):
         return told_once(self._context, loss, counts.sum())
 
     def _log_probs(self, loss: LossFn, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each row's log-probability (N,), summed over its tokens that count, and their
-        number (N,), on all ranks that share the rows.
+        """Return each row's log-probability (N,), summed over its counted tokens, and their number
+        (N,), on all ranks that share the rows.
         """
         return row_log_probs(loss, outputs, targets, self._context, self._rows_dim)
 
@@ -158,8 +159,10 @@ class PreferenceLoss(TaskLoss):
 def row_log_probs(
     loss: LossFn, outputs: Tensor, targets: Tensor, context: Group, rows_dim: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Return each row's log-probability (N,), summed over its tokens that count, and their number
-    (N,), on all ranks of `context`, which share the rows. Other arguments: as `sum_log_probs`.
+    """Return each row's log-probability (N,), summed over its counted tokens, and their number
+    (N,).
+
+    All ranks of `context`, which share the rows, get them. Other arguments: as `sum_log_probs`.
     """
     sums = sum_log_probs(loss, outputs, targets, rows_dim)
     num_tokens = (targets != IGNORE).sum(1).to(sums)
@@ -168,10 +171,10 @@ def row_log_probs(
 
 
 def sum_log_probs(loss: LossFn, outputs: Tensor, targets: Tensor, rows_dim: int = 0) -> Tensor:
-    """Return the sum (N,) over each row's tokens that count. targets (N, S); outputs (N, S, V/n),
-    or (S, N, V/n) with `rows_dim` 1.
+    """Return the sum (N,) over each row's counted tokens. targets (N, S); outputs (N, S, V/n), or
+    (S, N, V/n) with `rows_dim` 1.
 
-    loss: of the model, whose ranks may share the vocabulary; it is asked row by row.
+    loss: of the model, whose ranks may share the vocabulary; it is called for each row.
     """
     rows = ((outputs.narrow(rows_dim, i, 1), targets[i : i + 1]) for i in range(len(targets)))
     return -torch.stack([loss(*row)[0] for row in rows])
@@ -179,7 +182,7 @@ def sum_log_probs(loss: LossFn, outputs: Tensor, targets: Tensor, rows_dim: int 
 
 @contextmanager
 def adapters_off(stage: nn.Module) -> Iterator[None]:
-    """Let layers of peft compute what they would without their adapters."""
+    """Make peft's layers compute without their adapters inside the block."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [x for x in stage.modules() if isinstance(x, BaseTunerLayer)]

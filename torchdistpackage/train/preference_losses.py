@@ -1,6 +1,6 @@
-"""Losses of pairs of answers, as functions of what a pair scored.
+"""Losses of preference pairs, as functions of the pairs' scores.
 
-`PREFERENCE_LOSSES` (config/preference_losses.py) says of each which log-probabilities it takes.
+`PREFERENCE_LOSSES` (config/preference_losses.py) lists the log-probabilities that each takes.
 """
 
 from typing import NamedTuple
@@ -38,14 +38,16 @@ def ipo(scores: PairScores, options: DpoSection) -> Tensor:
 
 
 def simpo(scores: PairScores, options: DpoSection) -> Tensor:
-    """Return SimPO's loss (N,): the margin has to exceed gamma."""
+    """Return SimPO's loss (N,): the margin must exceed gamma."""
     margin = options.beta * (scores.chosen - scores.rejected) - options.gamma
     return _smoothed(margin, options.label_smoothing)
 
 
 def orpo(scores: PairScores, options: DpoSection) -> Tensor:
-    """Return ORPO's loss (N,): the chosen answer's mean cross entropy, and beta times the loss of
-    its odds over those of the rejected one.
+    """Return ORPO's loss (N,).
+
+    It is the chosen answer's mean cross entropy plus beta times the loss of the odds of chosen over
+    rejected.
     """
     log_odds = _log_odds(scores.chosen) - _log_odds(scores.rejected)
     return -scores.chosen - options.beta * F.logsigmoid(log_odds)
@@ -54,8 +56,8 @@ def orpo(scores: PairScores, options: DpoSection) -> Tensor:
 def kto(ratios: Tensor, is_desirable: Tensor, kl: Tensor, options: DpoSection) -> Tensor:
     """Return KTO's loss (N,) of answers (equation 8 of arXiv:2402.01306, without its constants).
 
-    ratios (N,): log-probabilities over those of the reference. is_desirable (N,): bool. kl: the
-    divergence from the reference, a scalar of at least 0, through which no gradient goes.
+    ratios (N,): log-probabilities relative to the reference. is_desirable (N,): bool. kl:
+    divergence from the reference, a scalar of at least 0 without gradient.
     """
     sign = torch.where(is_desirable, 1.0, -1.0).to(ratios)
     good, bad = options.desirable_weight, options.undesirable_weight
@@ -68,8 +70,10 @@ def _smoothed(margin: Tensor, smoothing: float) -> Tensor:
 
 
 def _log_odds(log_prob: Tensor) -> Tensor:
-    """Return log(p / (1 - p)) of log p. A row of which no token counts has p = 1: its odds are
-    infinite, but its pair does not count, so it must only stay finite, in gradients too.
+    """Return log(p / (1 - p)) from log p.
+
+    A row without counted tokens has p = 1 and infinite odds. Its pair does not count, so it must
+    only stay finite, in gradients too.
     """
     below_one = log_prob.clamp(max=-1e-12)
     return below_one - torch.log(-torch.expm1(below_one))

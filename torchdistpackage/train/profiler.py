@@ -1,9 +1,9 @@
-"""The timeline of a recorded step compared with its simulation: why they differ, and what stays.
+"""Compare the timeline of a recorded step with its simulation: the differences and their causes.
 
-A step is recorded where the log has a line, by the pipe group of rank 0 alone; other steps and
-ranks pay nothing. It is read with the numbers of the step, so that no device stops for it. Rank 0
-keeps the last one: a picture, and the costs, from which `pipeline.schedule: auto` finds a better
-order for the next run.
+The pipe group of rank 0 records a step whenever the log has a line; other steps and ranks pay
+nothing. The recording is read with the numbers of the step, so no device stops for it. Rank 0 keeps
+the last one: a picture, and the costs, from which `pipeline.schedule: auto` finds a better order
+for the next run.
 """
 
 from collections.abc import Mapping
@@ -59,7 +59,7 @@ class StepProfiler(Callback):
                 loop.log.note(pipeline=str(gap))
 
     def _read(self, step: int, recording: Recording) -> BubbleAttribution | None:
-        """Show the recording of `step` on rank 0; all ranks that recorded the step call this."""
+        """Show the recording of `step` on rank 0; all ranks that recorded the step call it."""
         recorded = recording.spans(), self._weights
         gathered = cast(
             list[tuple[list[Span], Weights]], primitives.gather_objects(recorded, self._group)
@@ -76,7 +76,7 @@ class StepProfiler(Callback):
         return self._gap
 
     def on_end(self, loop: Loop) -> None:
-        """Leave picture and costs in the run folder."""
+        """Write picture and costs to the run folder."""
         if self._gap is None:
             return
         plan, folder = self._trainer.plan, loop.folder
@@ -103,8 +103,10 @@ def piece_costs(weights: Weights, costs: StageCosts) -> dict[str, PieceCosts]:
 
 
 def _weights(plan: Plan, stages: TrainStages) -> Weights:
-    """Return the cost of each of this rank's stages: operations for our models' pieces, parameter
-    counts for the children of a user's model, of which no more is known.
+    """Return the cost of each of this rank's stages.
+
+    For our models these are operations by piece; for the children of a user's model they are
+    parameter counts, because nothing else is known.
     """
     if plan.model is None:
         return {

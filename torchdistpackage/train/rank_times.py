@@ -1,9 +1,9 @@
 """Write each rank's step times and memory to `ranks.jsonl`, a row every few steps.
 
 A rank's seconds are those of its phases (harness/stragglers/compare.py), in which it waits for
-nobody, and for how long its host was blocked in calls over each axis. On a device queue the host is
-not blocked, so there a phase holds its waits and no axis has any. The numbers of a step leave in
-one small all-gather and are read a step later, so no rank waits for it.
+nobody, and the time for which its host was blocked in calls over each axis. A device queue does not
+block the host, so there a phase includes its waits and no axis has any. The numbers of a step leave
+in one small all-gather and are read a step later, so no rank waits for it.
 """
 
 import math
@@ -30,18 +30,18 @@ from torchdistpackage.train.step import Trainer
 from torchdistpackage.train.step_stats import PendingStep, StepResult
 
 SEVERAL = "several axes"
-"""The name for a group that lies along more than one axis, such as all ranks."""
+"""Name for a group that spans more than one axis, such as all ranks."""
 _RANKS_A_ROW = 64
-"""Most ranks whose rows are written as often as asked; with more, rows are rarer, or the file of a
-large run would have gigabytes.
+"""Largest number of ranks whose rows are written as often as requested; with more ranks rows are
+rarer, or the file of a large run would have gigabytes.
 """
 _LETTERS = 6
 
 
 class RankTimes(Callback):
-    """Gathers the ranks' numbers every `every` steps, more seldom with more than 64 ranks.
+    """Gathers the ranks' numbers every `every` steps, less often with more than 64 ranks.
 
-    folder: of the run. next_step: rows from it on are dropped, as its steps are done again.
+    folder: of the run. next_step: rows from it on are dropped, because its steps are repeated.
     """
 
     def __init__(self, trainer: Trainer, folder: Path, every: int, next_step: int):
@@ -60,12 +60,12 @@ class RankTimes(Callback):
         self._hosts: Sequence[object] | None = hosts  # written once, with the first row
 
     def on_begin(self, loop: Loop) -> None:
-        """Let rows that cannot be written end the run only where those of `metrics.jsonl` do."""
+        """Let unwritable rows end the run only if unwritable rows of `metrics.jsonl` do."""
         if self._log is not None and loop.log.goes_on:
             self._log.say = loop.log.note
 
     def before_step(self, loop: Loop, step: int) -> None:
-        """Leave out the time of what runs between steps, such as a validation."""
+        """Exclude the time between steps, such as a validation."""
         if not self._begun or not self._trainer.runs_ahead:
             self._begun = self._now()
 
@@ -82,7 +82,7 @@ class RankTimes(Callback):
             self._read()
 
     def on_end(self, loop: Loop) -> None:
-        """Write what has arrived."""
+        """Write the numbers that have arrived."""
         self._read()
         if self._log is not None:
             self._log.close()
@@ -132,7 +132,7 @@ class RankTimes(Callback):
         )
 
     def _now(self) -> list[float]:
-        """Return the time, and for how long this host was blocked in calls over each axis."""
+        """Return the time, and for how long calls over each axis have blocked this host."""
         return [time.monotonic(), *self._waits.seconds()]
 
     def _layout(self) -> list[list[object]]:
@@ -141,7 +141,7 @@ class RankTimes(Callback):
 
 
 class AxisWaits:
-    """Seconds that this host has been blocked in calls over each axis; `axes` names them, with
+    """Seconds for which calls over each axis have blocked this host; `axes` names them, with
     `SEVERAL` last."""
 
     def __init__(self, topology: Topology):
@@ -174,8 +174,8 @@ class AxisWaits:
 
 
 def memory_bytes(device: torch.device) -> tuple[float, float]:
-    """Return the memory that this rank uses and its peak: GPU memory on a GPU, else that of the
-    process.
+    """Return the memory that this rank uses, and its peak: GPU memory on a GPU, else the
+    process's.
     """
     if device.type == "cuda":
         current, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
@@ -187,5 +187,5 @@ def memory_bytes(device: torch.device) -> tuple[float, float]:
 
 
 def _short(value: float) -> float:
-    """Return a number with six digits, which is more than a measurement has."""
+    """Return a number with six digits, more than any measurement has."""
     return float(f"{value:.{_LETTERS}g}") if math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""`train.recompute`: which modules of a rank's stages are checkpointed.
+"""`train.recompute`: choose which modules of a rank's stages are checkpointed.
 
 `auto` runs one microbatch through the stages, forward only, with gradients on. A stage keeps as
 many microbatches as the schedule holds at once, so its memory counts so many times; its times do
@@ -31,7 +31,7 @@ from torchdistpackage.train.staged_model import TrainStages
 from torchdistpackage.train.step import Trainer
 
 _REPEATS = 3
-"""Number of repeats after a warm-up, of which the shortest times count."""
+"""Number of repeats after a warm-up; the shortest times count."""
 
 
 def recompute_blocks(stages: TrainStages) -> tuple[str, ...]:
@@ -42,7 +42,9 @@ def recompute_blocks(stages: TrainStages) -> tuple[str, ...]:
 
 
 def offload_blocks(stages: TrainStages, device: torch.device) -> tuple[str, ...]:
-    """Let what every block saves for its backward wait in host memory; return their names."""
+    """Keep tensors saved for the backward of every block in host memory; return the blocks'
+    names.
+    """
     names, offload = block_names(stages), ActivationOffload(device)
     compiled = {block.name: block for block in stages.compiled}
     for name, block in compiled.items():
@@ -53,10 +55,10 @@ def offload_blocks(stages: TrainStages, device: torch.device) -> tuple[str, ...]
 
 
 def block_names(stages: TrainStages) -> tuple[str, ...]:
-    """Name the blocks of all stages of a rank.
+    """Return the names of the blocks of all stages of a rank.
 
-    Blocks are what a stage names by `block_names()`, else the members of its lists and dicts of
-    modules; in a stage without any, such as of your own chain, its children that have children.
+    Blocks are those that a stage names by `block_names()`, else the members of its lists and dicts
+    of modules; in a stage without any, such as your own chain, its children that have children.
     """
     names: list[str] = []
     for stage, module in stages.named_children():
@@ -74,7 +76,7 @@ def block_names(stages: TrainStages) -> tuple[str, ...]:
 
 
 def recompute_within(trainer: Trainer, budget_gb: float) -> tuple[str, ...]:
-    """Checkpoint the cheapest modules with which activations fit into `budget_gb`; return their
+    """Checkpoint the cheapest modules that make activations fit into `budget_gb`; return their
     names.
 
     Raises:
@@ -88,7 +90,9 @@ def recompute_within(trainer: Trainer, budget_gb: float) -> tuple[str, ...]:
     mesh = trainer.plan.topology.dense
 
     def of_stages(choices: list[Any]) -> str | dict[int, tuple[str, ...]]:
-        """Return for each place of the pipeline what its first rank chose, or why none can be."""
+        """Return for each pipe index the choice of its first rank, or the reason why there is
+        none.
+        """
         if refused := [(rank, text) for rank, text in enumerate(choices) if isinstance(text, str)]:
             rank, text = refused[0]
             return (
@@ -110,10 +114,10 @@ def recompute_within(trainer: Trainer, budget_gb: float) -> tuple[str, ...]:
 
 
 def _cheapest(profile: Infos, budget_gb: float, stages: TrainStages) -> tuple[str, ...]:
-    """Return the cheapest modules with which activations fit, including the memory of the largest
-    chosen module while it is recomputed.
+    """Return the cheapest modules that make activations fit.
 
-    A stage may state by `may_recompute(name)` which modules may be chosen.
+    The memory of the largest chosen module during its recomputation counts too. A stage may limit
+    the choice through `may_recompute(name)`.
     """
 
     def may(name: str) -> bool:
@@ -132,7 +136,7 @@ def _cheapest(profile: Infos, budget_gb: float, stages: TrainStages) -> tuple[st
 
 
 class _StageProbe(nn.Module):
-    """One stage of a rank, and behind the last one the loss, whose activations count too."""
+    """One stage of a rank; the last one includes the loss, whose activations count too."""
 
     def __init__(self, trainer: Trainer, stage: int, is_last: bool):
         super().__init__()
@@ -149,9 +153,10 @@ class _StageProbe(nn.Module):
 
 
 def measured(trainer: Trainer) -> Infos:
-    """Return a profile of all stages of this rank, with memory times the microbatches held at once.
+    """Return a profile of all stages of this rank; memory is multiplied by the micro-batches held
+    at once.
 
-    once_mem: MB that checkpointing frees of one microbatch, and its recomputation takes.
+    once_mem: MB that checkpointing frees for one micro-batch, and that its recomputation takes.
     """
     plan, executor = trainer.plan, trainer.executor
     schedule = evaluation(plan.schedule, 1)

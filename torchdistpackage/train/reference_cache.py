@@ -1,5 +1,5 @@
-"""The log-probabilities of the reference as a file: written once by `tdp reference`, on any layout,
-and read by runs that then hold no reference.
+"""The log-probabilities of the reference as a file. ¶ `tdp reference` writes it once, on any
+layout, and later runs read it and hold no reference.
 
 The file has a number for each row, by the number of its document: train and, with data.val_path,
 val. So it serves any order of the samples, any batches, and any layout.
@@ -32,7 +32,7 @@ _TRAIN, _VAL = "train", "val"
 
 
 class EveryRow:
-    """All rows of pairs, in the order of their documents; see `Windows`."""
+    """All rows of pairs, in document order; see `Windows`."""
 
     def __init__(self, data: PreferenceDataset):
         self.number, self.seq_len, self._data = len(data.text.ends), data.seq_len, data
@@ -45,7 +45,7 @@ class EveryRow:
 
 
 def datasets_of(source: DataSource) -> dict[str, PreferenceDataset]:
-    """Return the pairs of a run by the name that they have in the file."""
+    """Return the pairs of a run by their names in the file."""
     train = source.train if isinstance(source, SeparateValidation) else source
     val = source.val if isinstance(source, SeparateValidation) else None
     assert isinstance(train, PreferenceDataset)
@@ -55,7 +55,9 @@ def datasets_of(source: DataSource) -> dict[str, PreferenceDataset]:
 
 def log_probs_of(model: StagedModel, data: PreferenceDataset, timeout_s: float | None) -> Tensor:
     """Return the log-probability of each row (N,) in float64, equal on all ranks, which call it
-    together. The model is left in evaluation mode.
+    together.
+
+    The model is left in evaluation mode.
     """
     plan, context = model.plan, tpc.get_group("context")
     num_data, index = plan.topology.dense.axis_size("data"), tpc.get_dp_rank()
@@ -143,8 +145,8 @@ class CachedReference:
                 )
 
     def of_round(self, split: Split, step: int, index: int) -> dict[int, Tensor]:
-        """Return by microbatch the log-probabilities (N,) of its rows, in float64. step, index: as
-        of `Batches`.
+        """Return, by micro-batch, the log-probabilities (N,) of its rows, in float64. step, index:
+        as in `Batches`.
         """
         name = split if split in self._datasets else _TRAIN
         documents = self._datasets[name].documents(

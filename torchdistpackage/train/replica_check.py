@@ -1,4 +1,4 @@
-"""The check that ranks hold the same bits of what they must hold alike.
+"""Check that ranks hold equal bits of values that must be equal.
 
 Nothing is compared with less than all its peers. A parameter's replicas lie along data, along axes
 that do not cut it, such as router weights and norms along tensor, context and expert, and over tied
@@ -43,7 +43,7 @@ _UNSAFE = re.compile(r"[^\w.#-]")
 class ReplicaCheck(Callback):
     """Compares replicas bit by bit after every `every`th step, or when it is called.
 
-    goes_on: a difference is noted, and training goes on.
+    goes_on: a difference is recorded, and training continues.
 
     Raises:
         CommError: replicas differ, with names, ranks and the step: on all ranks after a step,
@@ -93,7 +93,7 @@ class ReplicaCheck(Callback):
             )
 
     def _replicas(self) -> list[ReplicatedTensor]:
-        """Return what this rank holds in full, each with the ranks that hold the same."""
+        """Return this rank's full tensors, each with the ranks that hold the same."""
         trainer, replicas = self._trainer, list[ReplicatedTensor]()
         optimizer, sharded = trainer.optimizer, set[Tensor]()
         if isinstance(optimizer, ShardedOptimizer):
@@ -129,7 +129,7 @@ class ReplicaCheck(Callback):
         return replicas
 
     def _shards(self) -> list[ReplicatedShard]:
-        """Return ZeRO's shards and their states, also the names of those that others hold."""
+        """Return ZeRO's shards and their states, including the names of those held by others."""
         trainer, optimizer = self._trainer, self._trainer.optimizer
         if not trainer.plan.zero:
             return []
@@ -154,7 +154,7 @@ class ReplicaCheck(Callback):
     def _states(
         self, shard: ParamShard | None, keys: Sequence[str]
     ) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield a shard's own elements, and each state that an optimizer keeps for them."""
+        """Yield a shard's own elements, and each optimizer state for them."""
         yield _MASTER, None if shard is None else shard.tensor.data
         state = {} if shard is None else dict(self._state(shard))
         for key in keys:
@@ -173,8 +173,9 @@ class ReplicaCheck(Callback):
         shards: Sequence[ReplicatedShard],
         folder: Path,
     ) -> None:
-        """Write this rank's values of what differs, if it is in the minority or the first of the
-        others; all write where there is no majority.
+        """Write this rank's values of the differing tensors.
+
+        Ranks in the minority and the first of the others write; without a majority all do.
         """
         tensors: dict[str, Tensor] = {}
         for difference in differences:
@@ -195,7 +196,7 @@ class ReplicaCheck(Callback):
 
 
 def _of_all_ranks(texts: list[str]) -> list[str]:
-    """Return the texts of all ranks, each once. Only the first rank reads those of every other."""
+    """Return the distinct texts of all ranks. Only the first rank reads those of every other."""
 
     def unite(gathered: list[object]) -> list[str]:
         return list(dict.fromkeys(x for each in cast(list[list[str]], gathered) for x in each))

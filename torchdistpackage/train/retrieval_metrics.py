@@ -1,5 +1,5 @@
-"""Metrics of retrieval: how well anchors find their positives among all texts, by cosine
-similarity, as InformationRetrievalEvaluator of sentence-transformers computes them.
+"""Retrieval metrics: how well anchors find their positives among all texts, by cosine similarity. ¶
+They equal those of sentence-transformers' InformationRetrievalEvaluator.
 """
 
 import numpy as np
@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 RECALLS, BEST = (1, 10), 10
 _AT_ONCE = 1 << 24
-"""Similarities that are held at a time."""
+"""Number of similarities held at a time."""
 
 
 def retrieval_metrics(
@@ -16,8 +16,8 @@ def retrieval_metrics(
     """Return recall@1, recall@10, mrr@10 and ndcg@10, means over different anchors.
 
     vectors: (N, D); each `rows_per_sample` of them are an anchor, its positive and its negatives.
-    texts: (N,) a number for each different text; negative for a row that is none. A text that is
-    there several times counts once, and an anchor may have several positives.
+    texts: (N,) a number for each distinct text; negative for a row without text. A text that occurs
+    several times counts once, and an anchor may have several positives.
     """
     rows = np.arange(len(texts)).reshape(-1, rows_per_sample)
     rows = rows[texts[rows[:, 0]] >= 0]

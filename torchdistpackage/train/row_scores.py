@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens, summed over the end of each row, on any layout.
 
-Every rank is given all rows. Data ranks share them out, and one sum of small tensors at the end
-brings all scores to all ranks.
+Every rank receives all rows. Data ranks divide them, and one all-reduce of small tensors at the end
+gives all scores to all ranks.
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ from torchdistpackage.train.staged_model import StagedModel
 
 
 class ScoredRow(NamedTuple):
-    """A row of token ids, of which the last `num_scored` are scored; at least one stands before."""
+    """A row of token ids whose last `num_scored` are scored; at least one precedes them."""
 
     ids: tuple[int, ...]
     num_scored: int
 
 
 class RowScore(NamedTuple):
-    """The sum of the log-probabilities of the scored tokens; whether each is the likeliest."""
+    """Sum of the log-probabilities of the scored tokens, and whether each is the likeliest."""
 
     log_prob: float
     is_greedy: bool
@@ -37,9 +37,9 @@ class RowScore(NamedTuple):
 def score_rows(
     model: StagedModel, rows: Sequence[ScoredRow], batch: int, timeout_s: float | None
 ) -> list[RowScore]:
-    """Return the score of each row, the same on all ranks, which all call it alike.
+    """Return the score of each row, equal on all ranks, which call it alike.
 
-    batch: rows of one forward; the ranks of a pipeline have as many such batches under way as there
+    batch: rows of one forward; the ranks of a pipeline have as many such batches in flight as there
     are stages. timeout_s: of a message between stages. The model is left in evaluation mode.
 
     Raises:
@@ -109,8 +109,9 @@ def _score(
 
 
 def _padded(model: StagedModel, rows: Sequence[ScoredRow]) -> tuple[Tensor, Tensor]:
-    """Return this rank's parts of inputs and targets (B, S); padding follows a row, so that no
-    token of the row sees it.
+    """Return this rank's slices of inputs and targets (B, S).
+
+    Padding follows a row, so that no token of the row sees it.
     """
     plan = model.plan
     is_split = plan.shape is not None and plan.shape.sequence_parallel

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when copies are written, and what becomes of a save that fails.
+"""The checkpoints of a run: when copies are written, and how a failed save is handled.
 
 A save beside the steps goes through three agreements of all ranks, each between two steps: there is
 a folder, all have written, those that commit have done so. Whether a rank is ready for the next one
@@ -30,13 +30,15 @@ from torchdistpackage.train.train_state import TrainState, begin_save, saved_byt
 from torchdistpackage.train.votes import Votes
 
 _SHARE = 0.5
-"""Share of a node's free memory that copies may take: training is not at its peak yet."""
+"""Fraction of a node's free memory that copies may take, because training has not reached its peak
+yet.
+"""
 _SAID_S = 0.05
-"""Shortest wait, in seconds, that gets a line."""
+"""Shortest wait, in seconds, that is reported."""
 
 
 class SaveSlot:
-    """Room for one save under way, and what all ranks know of it. All ranks call it alike.
+    """One save in progress, and what all ranks know about it. All ranks call it alike.
 
     name: that of its votes. done: called with a save that counts, and the seconds that it took;
     failed: with the error of one that does not, and never will.
@@ -54,7 +56,9 @@ class SaveSlot:
         self._issued = self._heard_after = 0
 
     def register(self, votes: Votes) -> None:
-        """Let each step carry whether this rank has done its part, and whether it failed."""
+        """Make each step carry whether this rank has finished its part of the save, and whether it
+        failed.
+        """
         votes.register(f"{self._name}_done", self._is_done)
         votes.register(f"{self._name}_failed", self._has_failed)
 
@@ -67,7 +71,7 @@ class SaveSlot:
 
     def hear(self, step: int, votes: Mapping[str, float]) -> None:
         """Act on the summed votes of `step`: cancel a save that failed on a rank, conclude one that
-        all have done. Raises what `failed` does.
+        all ranks finished. Raises what `failed` raises.
         """
         # the votes of steps that were issued before are of the phase before
         if self.pending is None or step <= self._heard_after:
@@ -79,13 +83,13 @@ class SaveSlot:
             self._agree()
 
     def begin(self, begin: Callable[[], PendingSave], began_s: float | None = None) -> None:
-        """Begin a save; what was under way is over. began_s: when it began, if not now."""
+        """Begin a save; the previous one must be over. began_s: when it began, if not now."""
         self._began_s = time.monotonic() if began_s is None else began_s
         self.pending = begin()
         self._heard_after = self._issued
 
     def flush(self) -> None:
-        """Wait until nothing is under way; raises what `failed` does."""
+        """Wait until no save is in progress; raises what `failed` raises."""
         while self.pending is not None:
             self._agree()
 
@@ -107,10 +111,10 @@ class SaveSlot:
 class RunSaver:
     """Saves the state of a run, one checkpoint at a time; all ranks call it alike.
 
-    mode: disabled, async, or auto: async where every node has room for the copies. goes_on: a save
-    that fails is said, and training goes on; else it raises. local: copies on the nodes' own disks,
-    by which saves go. note: takes a line for the log; on_saved: a step that was saved, and the
-    seconds from the beginning of the save to its commit.
+    mode: disabled, async, or auto: async if every node has room for the copies. goes_on: a failed
+    save is reported, and training continues; otherwise it raises. local: copies on the nodes' own
+    disks through which saves go. note: takes a line for the log; on_saved: takes a saved step, and
+    the seconds from the beginning of the save to its commit.
     """
 
     def __init__(
@@ -136,10 +140,10 @@ class RunSaver:
         """True if the save to the run folder that is under way reads `_copies`."""
         self.owes = False
         """True if the run folder needs a checkpoint after the next step, because the local copy
-        that was to become one failed."""
+        that should have become one failed."""
 
     def register(self, votes: Votes) -> None:
-        """Let each step carry how far this rank's saves are."""
+        """Make each step carry the progress of this rank's saves."""
         self._shared.register(votes)
         self._local.register(votes)
 
@@ -149,7 +153,7 @@ class RunSaver:
         return self._shared.pending is not None or self._local.pending is not None
 
     def hear(self, step: int, votes: Mapping[str, float]) -> None:
-        """Go on with what is under way by the sums of the votes of `step`.
+        """Continue the saves in progress according to the summed votes of `step`.
 
         Raises:
             CheckpointError: on all ranks if a save failed on one, unless it is to go on.
@@ -158,9 +162,9 @@ class RunSaver:
         self._local.hear(step, votes)
 
     def save(self, state: TrainState, *, last: bool = False) -> None:
-        """Save `state`, or begin to; waits for the save before, if it is still under way.
+        """Save `state`, or begin to; waits for a previous save that is still in progress.
 
-        last: nothing comes after it, so it does not go by a local copy.
+        last: no save follows, so it does not go through a local copy.
 
         Raises:
             CheckpointError: as `hear`.
@@ -175,7 +179,7 @@ class RunSaver:
         self._reads_copies = self._copies is not None
 
     def save_locally(self, state: TrainState, *, drains: bool = False) -> None:
-        """Copy `state` to the nodes' own disks, or begin to. drains: and then to the run folder.
+        """Copy `state` to the nodes' own disks, or begin to. drains: then also to the run folder.
 
         Raises:
             CheckpointError: as `hear`.
@@ -198,7 +202,7 @@ class RunSaver:
         self._shared.flush()
 
     def close(self) -> None:
-        """Finish saves that are under way, and remove local copies, at the end of a run.
+        """Finish the saves in progress, and remove local copies, at the end of a run.
 
         Raises:
             CheckpointError: as `hear`.
@@ -208,7 +212,7 @@ class RunSaver:
             self.local.close()
 
     def abandon(self) -> None:
-        """Abandon saves that are under way in a run that fails; they will not count."""
+        """Abandon the saves in progress of a failing run; they will not count."""
         for slot in (self._local, self._shared):
             if slot.pending is not None:
                 slot.pending.cancel()
@@ -259,7 +263,7 @@ class RunSaver:
         self.note(f"no local copy: {error}; training goes on (checkpoint.on_error: continue)")
 
     def _host_copies(self) -> HostCopies:
-        """Return copies that the next update waits for, and no forward or backward before it."""
+        """Return copies for which the next update waits, but no forward or backward before it."""
         copies = HostCopies(deferred=True)
         self._trainer.update.before_step = copies.before_update
         return copies
@@ -281,7 +285,9 @@ class RunSaver:
 
 
 def _short_host(ranks: list[tuple[str, int, int]]) -> tuple[str, int, int] | None:
-    """Return the first host whose copies take too much: its name, their bytes, the memory left."""
+    """Return the first host with too little memory for its copies: its name, their bytes, the
+    memory left.
+    """
     needed: dict[str, int] = defaultdict(int)
     for host, num_bytes, _ in ranks:
         needed[host] += num_bytes

@@ -1,4 +1,5 @@
-"""Count what the stages of a run keep for their backwards, by running them on fake tensors.
+"""Count the bytes that the stages of a run keep for their backwards, by running them on fake
+tensors.
 
 It serves what no file states: the modules of transformers, a user's own, and the loss of a task.
 Stages are made as a run makes them, on fake tensors and without the other ranks
@@ -52,12 +53,12 @@ from torchdistpackage.train.task import TaskLoss
 
 _HOST = torch.device("cpu")
 _Sample = tuple[Tensor, ...]
-"""Inputs and targets of the samples of a micro-batch, and positions where there are some."""
+"""Inputs and targets of the samples of a micro-batch, and positions, if any."""
 
 
 def traced(plan: Plan, places: Sequence[int] = ()) -> Plan | str:
-    """Return the plan with what its stages keep, and the layouts of a user's own model; or why they
-    cannot run without numbers. places: pipe indices; by default `asked_places`.
+    """Return the plan with the bytes that its stages keep and the layouts of a user's own model, or
+    why they cannot run on fake tensors. places: pipe indices; default: `asked_places`.
 
     Raises:
         NotAvailableError: transformers is not installed, or too old.
@@ -111,12 +112,14 @@ def _trace(plan: Plan, places: Sequence[int]) -> tuple[dict[int, TracedStage], d
 
 
 _ALIKE = 2
-"""Blocks of transformers that are alike of which so many run, and one more; bytes follow a line in
-their number."""
+"""Number of equal transformers blocks to run, and once more with one extra; bytes are linear in the
+number."""
 
 
 def _sample(plan: Plan) -> _Sample:
-    """Return one row of a batch: of a user's own source a real one, else whole sequences of ids."""
+    """Return one row of a batch: a real one from a user's own source, else full sequences of
+    ids.
+    """
     config = plan.config
     if config.data.target is not None:
         return tuple(x[:1] for x in build_data(plan).batch("train", config.run.seed, 1, 0, 1, 1))
@@ -125,14 +128,16 @@ def _sample(plan: Plan) -> _Sample:
 
 
 def _times(sample: _Sample, num: int) -> _Sample:
-    """Return tensors without numbers like those of so many rows."""
+    """Return fake tensors like the sample's, with `num` rows."""
     return tuple(torch.zeros(num, *x.shape[1:], dtype=x.dtype) for x in sample)
 
 
 @dataclass
 class _Rank:
-    """The stages of one pipe index. stay: storages that are there all the time, of weights, of
-    their gradients and of a reference. left_out: by stage the number of blocks that do not run."""
+    """The stages of one pipe index.
+
+    stay: storages that always exist, of weights, gradients and a reference. left_out: for each
+    stage, the number of blocks that do not run."""
 
     model: StagedModel
     task: TaskLoss | None
@@ -178,8 +183,8 @@ class _Rank:
 
 
 def _shorten(module: nn.Module, most: int) -> int:
-    """Leave `most` of the most frequent kind of blocks of transformers, and return how many are
-    out."""
+    """Keep `most` of the most frequent kind of transformers blocks, and return how many were
+    removed."""
     if not isinstance(module, TransformersStage):
         return 0
     kinds: dict[object, list[str]] = {}
@@ -197,8 +202,8 @@ def _shorten(module: nn.Module, most: int) -> int:
 
 
 def _run(plan: Plan, ranks: Sequence[_Rank], sample: _Sample) -> dict[int, TracedBytes]:
-    """Run the stages in order, each on what the one before hands on; stages that are left out hand
-    on what the first does."""
+    """Run the stages in order, each on the output of the one before; a skipped stage passes on the
+    first one's output."""
     traces: dict[int, TracedBytes] = {}
     received: Message = None
     rank_of = {s: x for x in ranks for s in map(int, x.model.stage._modules)}
@@ -211,7 +216,7 @@ def _run(plan: Plan, ranks: Sequence[_Rank], sample: _Sample) -> dict[int, Trace
 def _run_stage(
     plan: Plan, rank: _Rank, stage: int, received: Message, sample: _Sample
 ) -> tuple[TracedBytes, Message]:
-    """Run one stage forward and backward, and return its bytes and what it hands on."""
+    """Run one stage forward and backward; return its bytes and its output."""
     model, live = rank.model, LiveBytes()
     inputs, targets = (model.own_part(x) for x in sample[:2])
     positions = tuple(model.to_device(x) for x in sample[2:3]) or None
@@ -261,7 +266,7 @@ def _loss_bytes(plan: Plan, kept_bytes: dict[int, int], rows: int) -> int:
 
 
 def _forward(rank: _Rank, stage: int, x: Message, batch: Microbatches) -> Callable[[], Message]:
-    """Return a function that runs a stage, and the loss of the last one."""
+    """Return a function that runs a stage, and for the last one also the loss."""
     model, task = rank.model, rank.task
     last = model.plan.schedule.num_stages - 1
     executor: Any = SimpleNamespace(
@@ -293,7 +298,7 @@ def _forward(rank: _Rank, stage: int, x: Message, batch: Microbatches) -> Callab
 
 @contextmanager
 def _stand_ins(plan: Plan) -> Iterator[None]:
-    """Replace what looks at numbers inside the block."""
+    """Replace functions that read values inside the block."""
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(warnings.catch_warnings())
@@ -331,7 +336,7 @@ def _gathered(value: object, group: Any = None) -> list[object]:
 
 
 def _chosen_alike(pending: Any) -> tuple[Dispatch, list[int]]:
-    """Return a dispatch in which each expert of each rank gets as many tokens."""
+    """Return a dispatch in which each expert of each rank gets equally many tokens."""
     group, bounds, order = pending._group, pending._bounds, pending._order
     of_experts = even_sizes(order.numel(), bounds[-1])
     size, index = group.size(), group.rank()
@@ -358,7 +363,7 @@ def _grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Matmuls of experts without numbers, which keep what a grouped matmul keeps."""
+    """Expert matmuls without values that keep what a grouped matmul keeps."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -378,7 +383,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object)
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Attention without numbers, which keeps what a fused kernel keeps."""
+    """Attention without values that keeps what a fused kernel keeps."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

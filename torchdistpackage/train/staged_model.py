@@ -1,4 +1,4 @@
-"""The stages of one rank and their loss: what training, validation and generation run."""
+"""The stages of one rank and their loss, as used by training, validation and generation."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,15 +19,16 @@ from torchdistpackage.parallel.tensor.attention import SequenceAttention
 from torchdistpackage.plan.run_plan import Plan
 
 LossFn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(outputs of the last stage, targets) -> (sum of losses, how many were summed)."""
+"""(outputs of the last stage, targets) -> (sum of losses, number of summed losses)."""
 MicrobatchLoss = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 """A loss that also gets the number of the microbatch."""
 
 
 class Microbatches(NamedTuple):
-    """The microbatches of one pass, on the device of the rank; empty where other ranks have them.
+    """The micro-batches of one pass on the rank's device; empty for inputs that only other ranks
+    have.
 
-    position_ids: on every rank, of whole sequences; None where the data has none.
+    position_ids: on every rank, of full sequences; None if the data has none.
     """
 
     inputs: Sequence[Tensor]
@@ -38,7 +39,8 @@ class Microbatches(NamedTuple):
 class CompiledCall(Protocol):
     """A compiled block. refused: why it could not be compiled. is_on: False to run it eagerly.
 
-    around: called with what calls the block and its arguments, outside the graph; None: nothing is.
+    around: called with a function that calls the block, and with its arguments, outside the graph;
+    None: nothing is called.
     """
 
     name: str
@@ -51,8 +53,8 @@ class CompiledCall(Protocol):
 class TrainStages(nn.ModuleDict):
     """The stages of one rank as one module: what optimizers, hooks and checkpoints see.
 
-    Called with a stage and its input it runs that stage. Each has its number as its name, so that
-    two of them may hold parts of one block; the names that outlive a run are those of the layouts.
+    Called with a stage and its input, it runs that stage. Each stage is named by its number, so
+    that two of them may hold parts of one block; names that outlive a run are those of the layouts.
     """
 
     def __init__(self, stages: Mapping[int, nn.Module]):
@@ -65,7 +67,7 @@ class TrainStages(nn.ModuleDict):
         return self._of[stage](x, **given)
 
     def trained(self) -> dict[int, list[nn.Parameter]]:
-        """Return by stage the parameters that get a gradient; one that two stages share is in
+        """Return, by stage, the parameters that get a gradient; one shared by two stages is in
         both.
         """
         return {s: [p for p in m.parameters() if p.requires_grad] for s, m in self._of.items()}
@@ -73,10 +75,11 @@ class TrainStages(nn.ModuleDict):
 
 @dataclass
 class StagedModel:
-    """`stage`, all stages of this rank, and `layouts` go by local names.
+    """The stages, layouts and loss of this rank. `stage` holds all stages of the rank, and
+    `layouts` uses local names.
 
-    autocast: the type that forwards run in, if not that of the weights.
-    sequence: of each sequence, what this rank has.
+    autocast: the type that forwards run in, if not that of the weights. sequence: of each sequence,
+    what this rank has.
     """
 
     plan: Plan
@@ -99,8 +102,8 @@ class StagedModel:
         self._sizes = [self.plan.samples_per_microbatch] * self.plan.schedule.num_microbatches
 
     def saved(self) -> dict[str, tuple[Tensor, Layout]]:
-        """Return the tensors that a checkpoint holds, by local name; weights that LoRA freezes come
-        from model.hf instead.
+        """Return the checkpointed tensors by local name; weights that LoRA freezes come from
+        model.hf instead.
         """
         tensors: dict[str, tuple[Tensor, Layout]] = {
             name: (p, self.layouts[name]) for name, p in self.stage.named_parameters()
@@ -132,7 +135,7 @@ class StagedModel:
         position_ids: Sequence[Tensor] | None = None,
         loss: MicrobatchLoss | None = None,
     ) -> Forward:
-        """Return the forward of microbatches, whose last stage returns the sum of their losses.
+        """Return the forward of micro-batches; its last stage returns the sum of their losses.
 
         inputs, targets: of each microbatch `own_part`, where the first and the last stage are.
         totals: (loss sum, count) of all of them are added to it if this rank reports them.
@@ -163,7 +166,7 @@ class StagedModel:
     def microbatches(
         self, batch: DataBatch, take_slice: Callable[[Tensor], Tensor] | None = None
     ) -> Microbatches:
-        """Cut a batch into what the stages of this rank need of each microbatch.
+        """Cut a batch into the micro-batch inputs that this rank's stages need.
 
         take_slice: returns this rank's slice of inputs or targets; default: they are slices
             already.
@@ -180,8 +183,8 @@ class StagedModel:
         return self.to_device(self.sequence.part(x))
 
     def to_device(self, x: Tensor) -> Tensor:
-        """Return a tensor on this rank's device; numbers that are not ids in the precision of the
-        weights.
+        """Return a tensor on this rank's device; values that are not ids get the weights'
+        precision.
         """
         x = x.to(self.device, non_blocking=True)
         return x if self._dtype is None or not x.is_floating_point() else x.to(self._dtype)
@@ -193,7 +196,9 @@ class StagedModel:
 
 
 def check_declared(stage: nn.Module, layouts: Mapping[str, Layout]) -> None:
-    """Refuse a parameter with a gradient and no layout, as that would be summed over no rank."""
+    """Refuse a parameter with a gradient but no layout, because its gradient would not be summed
+    over ranks.
+    """
     # the first word of a name is the number of the stage
     names = (name for name, _ in stage.named_parameters() if name not in layouts)
     if missing := [name.partition(".")[2] for name in names]:

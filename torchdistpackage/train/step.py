@@ -1,8 +1,8 @@
-"""One step, one validation: what a rank does with the objects that `build` made.
+"""One training step and one validation, using the objects that `build` made.
 
-Losses are summed in every microbatch, gradients over microbatches and ranks; the number of
-tokens is summed with them, and one factor at the end makes the mean and clips (update.py). One
-small all-reduce a step carries loss, tokens and norm.
+Losses are summed in every microbatch, gradients over microbatches and ranks; the number of tokens
+is summed with them, and one factor at the end makes the mean and clips (update.py). One small
+all-reduce a step carries loss, tokens and norm.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,12 +42,14 @@ from torchdistpackage.train.update import Update
 from torchdistpackage.train.votes import Votes
 
 HEAD = 16
-"""Number of positions of each sample that all ranks read once, to compare, where they read
+"""Number of positions of each sample that all ranks read once for comparison, if they read
 different slices."""
 
 
 class EvalSet(NamedTuple):
-    """Data to evaluate on. batch: number b of this rank, of `num_batches` on all."""
+    """An evaluation set. batch: returns batch number b of this rank; all ranks have
+    `num_batches`.
+    """
 
     name: str
     num_batches: int
@@ -96,7 +98,7 @@ class Trainer(StagedModel):
         self.val_task: Mapping[str, float] = {}
         """Values of the task for the last validation."""
         self._shared: SequenceSource | None = None
-        """The source, if this rank reads only part `_part` of its samples."""
+        """The source, if this rank reads only the slice `_part` of its samples."""
         self.recomputed: tuple[str, ...] = ()
         """Modules of `stage` whose forward runs again in the backward."""
         self.offloaded: tuple[str, ...] = ()
@@ -143,10 +145,10 @@ class Trainer(StagedModel):
         measure: bool = True,
         record: bool = False,
     ) -> PendingStep:
-        """Forward, backward, reduction, clipping and update of step `step` (the first is 1).
+        """Run forward, backward, reduction, clipping and update of step `step` (the first is 1).
 
-        record: `executor.spans` is afterwards the timeline of the last round, and `recordings` has
-            those of all rounds.
+        record: afterwards `executor.spans` is the timeline of the last round, and `recordings` has
+        those of all rounds.
         """
         phases = self.phases
         period = Period(self.device)
@@ -194,8 +196,8 @@ class Trainer(StagedModel):
         )
 
     def accumulate(self, step: int, *, reduce: bool = True, record: bool = False) -> Tensor:
-        """Accumulate the gradients of the sum of all losses of a step; return (loss sum, count) if
-        this rank reports them, else zeros.
+        """Accumulate the gradients of a step's summed losses. ¶ Return (loss sum, count) if this
+        rank reports them, else zeros.
 
         reduce: the sum over ranks begins in the last backward.
         """
@@ -214,8 +216,9 @@ class Trainer(StagedModel):
         return totals
 
     def _batch(self, step: int, index: int) -> Microbatches:
-        """Return a batch. The first of this process, also in a resumed run, is compared with that
-        of other ranks.
+        """Return a batch.
+
+        The first one of this process, also in a resumed run, is compared with other ranks.
         """
         with self.phases("data"):
             # before a thread reads ahead: a source is asked for one batch at a time
@@ -230,15 +233,15 @@ class Trainer(StagedModel):
         return microbatches
 
     def _head(self, step: int, index: int) -> DataBatch | None:
-        """Return the beginning of each sample, where ranks read different slices of them."""
+        """Return the beginning of each sample, if ranks read different slices of it."""
         if self._shared is None:
             return None
         source = self._shared.part((range(min(HEAD, self._shared.seq_len)),))
         return self._batches(source, prepare=DataBatch).of_training(step, index)
 
     def sample(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return a microbatch of validation: inputs on ranks of the first stage, targets on those
-        of the last, and position_ids on all, if it has such.
+        """Return a validation micro-batch: inputs on first-stage ranks, targets on last-stage
+        ranks, and position_ids, if any, on all.
         """
         batch = self.microbatches(self.batches.of_validation(0, 0), self._own)
         inputs, targets, positions = batch if self.task is None else self.task.trained(batch)
@@ -253,7 +256,7 @@ class Trainer(StagedModel):
         self.batches.close(wait=wait)
 
     def limit(self, seconds: float) -> None:
-        """Time limit of every later collective and message."""
+        """Set the time limit of every later collective and message."""
         tpc.groups.set_timeout(seconds)
         others = () if self.task is None else self.task.executors
         for executor in (self.executor, self.evaluator, *others):
@@ -262,10 +265,10 @@ class Trainer(StagedModel):
     # -- validation --------------------------------------------------------------------
 
     def evaluate(self, stop: Callable[[], bool] | None = None) -> float | None:
-        """Return the mean loss over the validation batches, equal on all ranks. Leaves training as
+        """Return the mean loss over the validation batches, equal on all ranks. Training is left as
         it was.
 
-        It returns None if a rank asked to stop on the way; all ranks stop after the same batch.
+        It returns None if a rank asked to stop; all ranks stop after the same batch.
         """
         batch = self.batches.of_validation
         means = self._mean_loss(self.eval_batches, self.rounds, batch, stop)
@@ -293,7 +296,7 @@ class Trainer(StagedModel):
         batch: Callable[[int, int], DataBatch],
         stop: Callable[[], bool] | None,
     ) -> tuple[float, Mapping[str, float]] | None:
-        """Return the mean loss, and what the task says of it; None if a rank asked to stop."""
+        """Return the mean loss and the task's values; None if a rank asked to stop."""
         self._take_task()
         if self.task is not None:
             self.task.begin_validation()
@@ -335,7 +338,7 @@ class Trainer(StagedModel):
         return self._ask_to_stop(stop).read()[0] > 0
 
     def _ask_to_stop(self, stop: Callable[[], bool]) -> OnHost:
-        """Return the number of ranks that ask to stop, which is on its way to the host."""
+        """Return the number of ranks that ask to stop, in transit to the host."""
         number = torch.zeros(1, dtype=torch.float64, device=primitives.device_of(self._world))
         if stop():
             number.fill_(1.0)  # a copy from the host would wait for what the device is doing
@@ -350,7 +353,9 @@ class Trainer(StagedModel):
     def _pinned(
         self, inputs: Tensor, targets: Tensor, position_ids: Tensor | None = None
     ) -> DataBatch:
-        """Return tensors in pinned memory, from which a copy to a device need not wait."""
+        """Return tensors in pinned memory, from which a copy to a device does not block the
+        host.
+        """
         if self.device.type != "cuda":
             return DataBatch(inputs, targets, position_ids)
         # the current device of the thread that reads ahead is another one
@@ -383,7 +388,9 @@ class Trainer(StagedModel):
             )
 
     def _task_loss(self, batch: Microbatches) -> MicrobatchLoss | None:
-        """Return the loss of the task, after what runs before the model; None without a task."""
+        """Return the task's loss, after the forwards that precede the model; None without a
+        task.
+        """
         if self.task is None:
             return None
         run = partial(self.evaluator.run, around=lambda _: self.phases("forward"))
@@ -400,8 +407,8 @@ class Trainer(StagedModel):
 
 
 def check_batch(batch: DataBatch, device: torch.device, part: int = 0) -> None:
-    """Check that all ranks of one model hold the same batch (tensor, context and pipe peers), or
-    those that read the same slice of it.
+    """Check that all ranks of one model (tensor, context and pipe peers) hold the same batch, or
+    the same slice of it.
     """
     value = 0
     for x in batch:

@@ -1,6 +1,6 @@
-"""The numbers of a step: summed over ranks, on their way to the host, and as the log has them.
+"""The numbers of a step: summed over ranks, in transit to the host, and in log form.
 
-They leave for the host before the next step is issued, so reading them waits for this step alone.
+They leave for the host before the next step is issued, so reading them waits for this step only.
 """
 
 import math
@@ -22,10 +22,10 @@ from torchdistpackage.train.task import TaskLoss
 
 
 class StepStats(NamedTuple):
-    """The sums over all ranks that the one all-reduce of a step makes.
+    """The sums over all ranks from the step's one all-reduce.
 
-    grad_sq_norm: sum of the squares of the gradients. busy: sum of the shares of their time in
-    which ranks computed. votes: sums of the ranks' `Votes`, by name. task: of `TaskLoss.take`.
+    grad_sq_norm: sum of the squares of the gradients. busy: sum of the ranks' busy fractions.
+    votes: sums of the ranks' `Votes`, by name. task: from `TaskLoss.take`.
     """
 
     loss: float
@@ -46,9 +46,9 @@ class StepStats(NamedTuple):
         votes: Sequence[float],
         task: Tensor | None = None,
     ) -> Tensor:
-        """Return this rank's numbers, in the type and on the device of `totals`: (loss, tokens).
+        """Return this rank's numbers in the type and on the device of `totals`: (loss, tokens).
 
-        votes: of `Votes.cast`. task: of `TaskLoss.take`; None: zeros.
+        votes: from `Votes.cast`. task: from `TaskLoss.take`; None: zeros.
         """
         numbers = [busy, *votes] if task is not None else [busy, *votes, *[0.0] * TASK_ROOM]
         parts = [totals, grad_sq_norm.view(1).to(totals), _on_device(numbers, totals)]
@@ -56,20 +56,21 @@ class StepStats(NamedTuple):
 
     @staticmethod
     def length(names: Sequence[str]) -> int:
-        """Return how many numbers `to_tensor` makes with votes of these names."""
+        """Return the length of `to_tensor`'s result with these votes."""
         return 4 + max(len(names), VOTE_ROOM) + TASK_ROOM
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[float], names: Sequence[str]) -> "StepStats":
-        """Read the sums of what `to_tensor` made. names: those of the votes that were cast."""
+        """Read the sums of `to_tensor` results. names: of the cast votes."""
         votes_end = len(numbers) - TASK_ROOM
         votes = dict(zip(names, numbers[4:votes_end], strict=False))
         return cls(*numbers[:4], votes, tuple(numbers[votes_end:]))
 
 
 def _on_device(numbers: Sequence[float], like: Tensor) -> Tensor:
-    """Return numbers on the device. A GPU fills them in, as a copy from the host would wait for its
-    queue.
+    """Return numbers on the device.
+
+    A GPU fills them in, because a copy from the host would wait for its queue.
     """
     if like.device.type == "cpu":
         return torch.tensor(numbers, dtype=like.dtype)
@@ -110,11 +111,11 @@ class StepResult:
 
     @property
     def expert_imbalance(self) -> float | None:
-        """The busiest expert's choices over the mean, in the layer with the largest such ratio."""
+        """The busiest expert's load over the mean, in the layer with the largest ratio."""
         return max((load.imbalance for load in self.experts.values()), default=None)
 
     def logged(self) -> dict[str, Any]:
-        """Return what a row of the log has of the step (plan/logged_values.py)."""
+        """Return the step's values for a row of the log (plan/logged_values.py)."""
         return logged(self)
 
     @property
@@ -123,7 +124,9 @@ class StepResult:
 
 
 class Period:
-    """The time of a step on `device`, which it may still be at. It begins when this is made."""
+    """The time of a step on `device`, which may still be running. It begins when this object is
+    made.
+    """
 
     def __init__(self, device: torch.device):
         self._now = clock_of(device)
@@ -135,8 +138,8 @@ class Period:
         self._ended = self._now()
 
     def end_with(self, following: "Period") -> None:
-        """Extend the step to the begin of the next one, so that idle time of a device between them
-        counts.
+        """Extend the step to the beginning of the next one, so that a device's idle time between
+        them counts.
         """
         self._ended = following._began
 
@@ -147,13 +150,13 @@ class Period:
 
 @dataclass
 class PendingStep:
-    """A step whose numbers may still be on their way: `wait()` waits for them, on all ranks alike.
+    """A step whose numbers may still be in transit: `wait()` waits for them, on all ranks alike.
 
     stats: `StepStats`, summed over all ranks of `world`. pass_timing: of a device, whose busy time
     was not known when they were summed, else None: then the bubble is that of this rank's
     `pipeline`. votes: names of those in `stats`. names, norms: this rank's gradients after the sum.
-    random: the states from which the step drew. loads: what the counts of experts say, which
-    follow the others in `stats`. task: of a run that has one.
+    random: the states from which the step drew. loads: what the counts of experts say, which follow
+    the others in `stats`. task: of a run that has one.
     """
 
     step: int
@@ -199,5 +202,7 @@ class PendingStep:
 
 
 def busy_share(timing: Timing) -> float:
-    """Return the share of a pass, from its first to its last action, in which the rank computed."""
+    """Return the fraction of a pass, from its first to its last action, in which the rank
+    computed.
+    """
     return timing.computed_s() / timing.elapsed_s()

@@ -1,4 +1,4 @@
-"""Track on one rank what may end its run: signals, the job's end, the duration of steps and saves.
+"""Track what may end a run, on one rank: signals, the job's end, the duration of steps and saves.
 No torch.
 
 A rank can only request a stop. Its request is a vote (votes.py): votes are summed in the step's
@@ -32,10 +32,11 @@ _TIMES = "save_s.json"
 
 @dataclass
 class StopController:
-    """`clock`: whether this rank watches the job's end for all; its word is enough.
+    """Requests a stop of the run. `clock`: whether this rank watches the job's end for all; its
+    request is enough.
 
-    end_s: when the job is ended, in seconds since 1970; None: never. save_s: seconds that saves
-    took, also those of earlier starts. ahead: see `requeue.required_time_s`.
+    end_s: end of the job, in seconds since 1970; None: never. save_s: durations of saves in
+    seconds, including earlier starts. ahead: see `requeue.required_time_s`.
     """
 
     limits: RequeueSection = field(default_factory=RequeueSection)
@@ -91,7 +92,7 @@ def begin(
 
 
 def end(stop: StopController, folder: Path, step: int, env: Mapping[str, str]) -> Decision:
-    """Decide for all, on rank 0, and write it down for the job's script."""
+    """Decide on rank 0 for all ranks, and record the decision for the job's script."""
     if attempt_id(env) == "local":
         return Decision(
             RequeueDecision.STOP,

@@ -27,7 +27,7 @@ themselves."""
 
 
 class TrainingTask:
-    """Calls `tdp train` in each task; the result is the decision as text.
+    """Calls `tdp train` in each task and returns the decision as text.
 
     config: path of the YAML file; overrides: `section.key=value`. Both are read in the job.
     """
@@ -67,7 +67,7 @@ class TrainingTask:
         return str(decision or "")
 
     def checkpoint(self) -> object:
-        """Return the task that submitit requeues: the same one, which resumes by itself."""
+        """Return the task that submitit requeues: the same one, because it resumes by itself."""
         # only where submitit runs us; it is no dependency of training
         from submitit.helpers import DelayedSubmission
 
@@ -75,7 +75,7 @@ class TrainingTask:
 
 
 class _Relay:
-    """Signals go to the child instead of to the handlers that submitit installed."""
+    """Passes signals to the child instead of to the handlers that submitit installed."""
 
     def __init__(self) -> None:
         self.child: subprocess.Popen[bytes] | None = None

@@ -1,5 +1,5 @@
-"""The interface of a task: what decides the loss of a run's microbatches, and what the log and the
-validations say beside it.
+"""The interface of a task, which computes a run's loss and its additional values for the log and
+validations.
 
 A run without a task predicts tokens, by the loss of its model. `build_task` in train/build.py makes
 the task of a run by its data.name. What a task sums over samples travels in the one all-reduce of a
@@ -25,13 +25,17 @@ Run = Callable[..., None]
 
 
 def summed_over(context: Group, x: Tensor) -> Tensor:
-    """Return the sum of `x` over the ranks that share sequences; its gradient is that of each."""
+    """Return the sum of `x` over the ranks that share sequences; the gradient passes unchanged to
+    each.
+    """
     return apply(Reduce(context), x) if context.size() > 1 else x
 
 
 def told_once(context: Group, loss: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss and count of samples where all ranks that share their sequences have the
-    whole loss: on the first of them as they are, on the others zeros with the gradient of the loss.
+    """Return loss and count such that they are reported once, if all ranks that share sequences
+    have the full loss.
+
+    The first of them returns both as they are, the others zeros with the gradient of the loss.
     """
     if context.rank() == 0:
         return loss, count
@@ -64,26 +68,26 @@ class TaskLoss:
         inputs: Sequence[Tensor],
         targets: Sequence[Tensor],
     ) -> MicrobatchLoss:
-        """Return the loss of these microbatches, called with the outputs of the last stage.
+        """Return the loss of these micro-batches; it is called with the outputs of the last stage.
 
-        executor: forward alone; run: its `run`, for what has to go forward before the model does.
+        executor: forward only; run: its `run`, for forwards that must precede the model's.
         """
         raise NotImplementedError
 
     def loss_of_batch(
         self, model: StagedModel, executor: Executor, run: Run, batch: Microbatches
     ) -> MicrobatchLoss:
-        """Return `loss_of` for samples that may have positions of their own."""
+        """Return `loss_of` for samples that may have their own positions."""
         return self.loss_of(model, executor, run, batch.inputs, batch.targets)
 
     def trained(self, batch: Microbatches) -> Microbatches:
-        """Return the rows and targets that the model is trained on, if some were for `loss_of`
-        alone.
+        """Return the rows and targets on which the model is trained, if some were only for
+        `loss_of`.
         """
         return batch
 
     def add(self, sums: Sequence[Tensor]) -> None:
-        """Add sums over samples, numbers each, on the one rank that reports them; at most
+        """Add sums over samples, one number each, on the one rank that reports them; at most
         `TASK_ROOM`.
         """
         self._sums[: len(sums)] += torch.stack([x.to(self._sums) for x in sums]).detach()
@@ -98,7 +102,7 @@ class TaskLoss:
         return {}
 
     def num_samples(self, sums: Sequence[float], count: float) -> int:
-        """Return how many samples or tokens were counted, which a weighted count does not say."""
+        """Return the number of counted samples or tokens, which a weighted count does not give."""
         return round(count)
 
     def text(self, means: Mapping[str, float]) -> str:
@@ -106,10 +110,12 @@ class TaskLoss:
         return ""
 
     def begin_validation(self) -> None:
-        """Begin to keep what `end_validation` needs of each sample."""
+        """Start to collect what `end_validation` needs of each sample."""
 
     def end_validation(self, group: Group) -> Mapping[str, float]:
-        """Return values of the validation beside `means`, equal on all ranks of `group`, which call
-        it together. A validation that is cut short has no end.
+        """Return the validation's values besides `means`, equal on all ranks of `group`, which call
+        it together.
+
+        It is not called for an interrupted validation.
         """
         return {}

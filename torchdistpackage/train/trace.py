@@ -1,9 +1,9 @@
-"""`train.profile`: what every rank does in some steps, gathered into one trace of the run folder.
+"""`train.profile`: what every rank does in some steps, gathered into one trace in the run folder.
 
-A rank notes readings of its clock, and on CUDA events: the actions of its schedule, its phases, and
-the calls of its groups from their issue until the host no longer waits for them. Other steps pay
-nothing. Hosts are brought to one clock by a barrier before the first of the steps, so slices of two
-hosts may be off by what a barrier takes; those of one host are exact.
+A rank records clock readings, and on CUDA events: the actions of its schedule, its phases, and the
+calls of its groups from their issue until the host no longer waits for them. Other steps pay
+nothing. A barrier before the first of the steps aligns the hosts' clocks, so slices of two hosts
+may be off by the duration of a barrier; those of one host are exact.
 """
 
 import platform
@@ -67,7 +67,7 @@ class StepTrace(Callback):
             self._write(loop)
 
     def on_end(self, loop: Loop) -> None:
-        """Write what was recorded, if the run ends among the steps to trace."""
+        """Write the recording if the run ends during the traced steps."""
         if self._held:
             self._stop()
             self._write(loop)

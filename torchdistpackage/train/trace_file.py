@@ -1,8 +1,8 @@
-"""The trace of a run, `trace.json`: written, read, summed up and drawn. No torch.
+"""The trace of a run, `trace.json`: writing, reading, summary and drawing. No torch.
 
-It is a Chrome trace, as ui.perfetto.dev and chrome://tracing show it: a process for each rank; in
-it the steps, the actions of the schedule, the phases, and each group's calls on tracks of their
-own. Arrows lead from an action to the one on another rank that waits for what it sends.
+It is a Chrome trace for ui.perfetto.dev and chrome://tracing: one process for each rank, with
+tracks for the steps, the actions of the schedule, the phases, and each group's calls. Arrows lead
+from an action to the one on another rank that waits for its message.
 """
 
 import json
@@ -26,12 +26,12 @@ _MOST_BYTES = 1 << 30
 _STEPS, _SCHEDULE, _PHASES, _GROUPS = range(4)
 """Tracks of a rank; those of the groups' calls come last."""
 _MOST_RANKS = 64
-"""Largest number of ranks that are drawn."""
+"""Largest number of drawn ranks."""
 _CALL_COLOURS = ("#d1605e", "#4c9f9f", "#a87c5f", "#8a8a3d", "#b25d9b", "#5a78b8")
 
 
 class CallSlice(NamedTuple):
-    """A call of a group, from its issue until its host, which waited waited_s, went on after it."""
+    """A call of a group, from its issue until its host, which waited waited_s, continued."""
 
     group: str
     what: str
@@ -94,8 +94,8 @@ def events(ranks: Sequence[RankTrace]) -> list[dict[str, Any]]:
 
 
 def shifts_s(ranks: Iterable[RankTrace]) -> dict[str, float]:
-    """Return the seconds to add to each host's clock, as all ranks left one barrier at the same
-    time.
+    """Return the seconds to add to each host's clock, because all ranks left one barrier at the
+    same time.
     """
     hosts: dict[str, list[float]] = {}
     for rank in ranks:
@@ -147,7 +147,7 @@ def _moved(row: Iterable[Span], by_s: float) -> list[Span]:
 
 
 def _lanes(calls: list[CallSlice]) -> list[list[CallSlice]]:
-    """Put calls that overlap on separate tracks, as slices of one track must not overlap."""
+    """Put overlapping calls on separate tracks, because slices of one track must not overlap."""
     lanes: list[list[CallSlice]] = []
     for call in sorted(calls, key=lambda call: call.start_s):
         free = (lane for lane in lanes if lane[-1].end_s <= call.start_s)
@@ -161,7 +161,7 @@ def _lanes(calls: list[CallSlice]) -> list[list[CallSlice]]:
 
 
 class TraceSlice(NamedTuple):
-    """A slice that was read: in seconds from the first. waited_s: for a call, at its end."""
+    """One slice of a trace, in seconds from the first. waited_s: for a call, at its end."""
 
     name: str
     category: str
@@ -172,7 +172,7 @@ class TraceSlice(NamedTuple):
 
 @dataclass(slots=True)
 class RankSlices:
-    """All slices of one rank. name: as the trace has it."""
+    """All slices of one rank. name: as in the trace."""
 
     name: str = ""
     slices: list[TraceSlice] = field(default_factory=list[TraceSlice])
@@ -193,7 +193,7 @@ class RankSlices:
 
 @dataclass(frozen=True, slots=True)
 class RunTrace:
-    """A trace that was read. ranks: by number."""
+    """A trace read from a file. ranks: by number."""
 
     run: str
     schedule: str
@@ -251,8 +251,10 @@ _COMPUTES = tuple(map(str, COLOURS))
 
 
 def summary(trace: RunTrace) -> list[list[str]]:
-    """Return a table with a head: for each rank ms per step, and the shares of them in which it
-    computed, waited for messages of the schedule, and waited for calls of each group.
+    """Return a table with a header.
+
+    For each rank it gives ms per step, and the fractions spent on computing, on waiting for the
+    schedule's messages, and on waiting for calls of each group.
     """
     groups = sorted({group for rank in trace.ranks.values() for group in rank.groups})
     short = [group.removeprefix("group ") for group in groups]

@@ -48,15 +48,15 @@ _BEST = {
     "num_unimproved": "best_num_unimproved",
     "validated_step": "best_validated_step",
 }
-"""Field of `BestSoFar` -> the fact of a checkpoint that holds it."""
+"""Field of `BestSoFar` -> fact of a checkpoint that holds it."""
 
 
 @dataclass(frozen=True)
 class BestSoFar:
     """The best value of `metric` in the validations so far, at `step`; None before the first.
 
-    num_unimproved: validations since the last improvement that counts. validated_step: the last
-    step that was validated.
+    num_unimproved: validations since the last sufficient improvement. validated_step: the last
+    validated step.
     """
 
     metric: str
@@ -68,7 +68,8 @@ class BestSoFar:
 
 @dataclass
 class TrainState:
-    """The progress of a run: optimizer steps done and tokens seen. Data follow from the step.
+    """The progress of a run: optimizer steps done and tokens seen. The data position follows from
+    the step.
 
     owes_validation: the validation that belongs to `step` was cut short. skipped: steps that were
     left out because a number was not finite. loss, val_loss: of `step`, None where not known.
@@ -131,7 +132,9 @@ def begin_save(
 
 
 def saved_bytes(trainer: Trainer) -> int:
-    """Return the bytes that this rank writes in a save, and copies for one beside the steps."""
+    """Return the bytes that this rank writes in a save, and the bytes copied for an asynchronous
+    one.
+    """
     location = TopologyRank(tpc.topology, trainer.rank)
     return take_snapshot("", trainer.saved(), location, trainer.optimizer, {}).num_bytes
 
@@ -143,7 +146,7 @@ def resume(
     local: LocalCopies | None = None,
     keep: Retention | None = None,
 ) -> TrainState:
-    """Load the state that `resume_from` names into the trainer: auto, never, or a checkpoint path.
+    """Load the state named by `resume_from` into the trainer: auto, never, or a checkpoint path.
 
     local: copies of an earlier start, of which auto takes a newer one, and which then begin anew.
     keep: what stays of the run's older checkpoints, of which starts may have left more; None: all.
@@ -175,7 +178,7 @@ def _newest(own_folder: Path, rank: int, local: LocalCopies | None) -> Path | No
 
 
 def _imported(path: Path, own_folder: Path, rank: int) -> Path:
-    """Return a checkpoint of ours that rank 0 makes of one of transformers' Trainer."""
+    """Return our checkpoint that rank 0 converts from one of transformers' Trainer."""
     group = tpc.get_group("global")
     imported = ""
     with fail_together(group, f"reading {path}"):

@@ -1,4 +1,5 @@
-"""Training on answers that were each called good or bad: KTO (Ethayarajh et al., arXiv:2402.01306).
+"""Training on answers that were each labelled good or bad: KTO (Ethayarajh et al.,
+arXiv:2402.01306).
 
 An answer is worth what the model has moved towards it, over the reference, beyond how far it has
 moved from the reference at all. This is estimated from mismatched answers, whose rows are beside
@@ -29,7 +30,7 @@ from torchdistpackage.train.task import Run, told_once
 
 @dataclass
 class _Pass:
-    """Facts about the microbatches of one pass, by their number, before the model is trained.
+    """Facts about the micro-batches of one pass, by number, computed before the model is trained.
 
     reference: log-probabilities (N,) of the answers. is_desirable: (N,). kl: the estimate, a scalar
     of at least 0.
@@ -46,7 +47,7 @@ class UnpairedLoss(PreferenceLoss):
     unit: ClassVar[str] = "samples"
 
     def means(self, sums: Sequence[float], count: float) -> dict[str, float]:
-        """Return means over the desirable (chosen) and the other answers, by trl's names."""
+        """Return means over the desirable (chosen) and the other answers, under trl's names."""
         num_chosen, kl = sums[4:6]
         num_rejected = count - num_chosen
         values = {"kl": kl / max(count, 1)}
@@ -80,8 +81,8 @@ class UnpairedLoss(PreferenceLoss):
         inputs: Sequence[Tensor],
         targets: Sequence[Tensor],
     ) -> MicrobatchLoss:
-        """Return the loss of these microbatches of rows, beside what the reference and the
-        mismatched answers say.
+        """Return the loss of these micro-batches of rows, relative to the reference and the
+        mismatched answers.
         """
         facts = _Pass()
         labelled = [without_label(x) for x in targets]
@@ -123,8 +124,8 @@ class UnpairedLoss(PreferenceLoss):
     def _loss_beside(
         self, model: StagedModel, facts: _Pass, outputs: Tensor, targets: Tensor, m: int
     ) -> tuple[Tensor, Tensor]:
-        """Return (sum of the answers' losses, number of answers); one without a token that counts
-        is none.
+        """Return (sum of the answers' losses, number of answers); an answer without a counted token
+        does not count.
         """
         log_probs, num_tokens = self._log_probs(model.loss, outputs, targets)
         counts, is_desirable = num_tokens > 0, facts.is_desirable[m]

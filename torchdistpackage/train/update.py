@@ -1,7 +1,7 @@
-"""Turn summed gradients into new weights: their norm, one factor for mean and clip, one step.
+"""Turn summed gradients into new weights: their norm, one factor for mean and clipping, one step.
 
-Nothing waits for the device. Whether the numbers of all ranks are finite is known there
-first, so the step is left out there: the optimizer's kernels take a flag and touch nothing.
+Nothing waits for the device. Whether the numbers of all ranks are finite is known on the device
+first, so the step is skipped there: the optimizer's kernels take a flag and touch nothing.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,12 +18,12 @@ from torchdistpackage.optim.clip import clip_factor, counts_here, grad_norms, sc
 from torchdistpackage.train.weight_averages import WeightAverages
 
 LR_SCALE = "lr_scale"
-"""Key of a parameter group: its learning rate over that of the step."""
+"""Key of a parameter group: its learning rate relative to the step's."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReducedGrad:
-    """A gradient after the sum, `grad_tensor.grad`: full, or the part that ZeRO leaves here.
+    """A gradient after the sum, `grad_tensor.grad`: full, or the shard that ZeRO leaves here.
 
     counts_in_norm: it counts for the norm of the full model.
     """
@@ -55,9 +55,9 @@ def reduced_grads(
 class Update:
     """The update of one rank. optimizer: None for a stage without parameters.
 
-    inner: the optimizer that updates, where `optimizer` shards for it. learning_rate: of each step,
-    the first is 1. clip: largest norm of the model's gradient; 0 is off. halts: after a number that
-    is not finite, nothing is ever updated again. averages: of the weights, which follow each step.
+    inner: the optimizer that updates, if `optimizer` shards for it. learning_rate: of each step,
+    the first is 1. clip: largest norm of the model's gradient; 0 is off. halts: after a non-finite
+    number, nothing is ever updated again. averages: of the weights, which follow each step.
     holders: tensors that hold the gradients.
     """
 
@@ -83,8 +83,9 @@ class Update:
         self._counts = torch.tensor(counted, dtype=self._none.dtype, device=device)
         self._names = [g.name for g in gradients]
         self.before_step: Callable[[], None] = lambda: None
-        """Function that waits for whatever still reads the weights and the optimizer's state, such
-        as a save."""
+        """Function that waits for readers of the weights and the optimizer's state, such as a
+        save.
+        """
         self.names: list[str] = []
         self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
         self._one = torch.ones_like(self._found_inf)
@@ -102,7 +103,7 @@ class Update:
         """Return (sum of the squares of the gradients this rank counts, norm of each gradient in
         `names`).
 
-        A gradient that is not finite makes the sum so, whichever rank owns it.
+        A non-finite gradient makes the sum non-finite, whichever rank owns it.
         """
         grads = [g for x in self.holders if (g := x.grad) is not None]
         if not grads:
@@ -117,10 +118,10 @@ class Update:
         return norms.square().dot(counts), norms
 
     def step(self, step: int, numbers: Tensor) -> float:
-        """Follow the gradients of sums as those of the mean; the learning rate of the step.
+        """Apply summed gradients as mean gradients, with the learning rate of the step.
 
-        numbers: of all ranks, as `StepStats` has them: loss, tokens and squares of the gradients
-        come first. If one of these is not finite nothing is updated.
+        numbers: of all ranks, as in `StepStats`: loss, tokens and squares of the gradients come
+        first. If one of these is not finite nothing is updated.
         """
         lr = self._learning_rate(step)
         self.before_step()
@@ -144,7 +145,7 @@ class Update:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Give the model the averages of its weights inside the block, if there are any; all ranks
+        """Use the weights' averages, if any, as the model's weights inside the block; all ranks
         enter together.
         """
         if self.averages is None:
@@ -155,6 +156,6 @@ class Update:
             yield
 
     def _factor(self, tokens: Tensor, power: Tensor) -> Tensor:
-        """Return the factor from gradients of a sum to those of the mean, clipped."""
+        """Return the factor from summed gradients to clipped mean gradients."""
         tokens = tokens.clamp(min=1)
         return clip_factor(power.sqrt(), self._clip, tokens) if self._clip else tokens.reciprocal()

@@ -1,9 +1,9 @@
-"""Exponential moving averages of the weights that train, as state of the optimizer.
+"""Exponential moving averages of the trained weights, as state of the optimizer.
 
-Each tensor that the optimizer updates has its average beside its other state, in the same dtype.
-So ZeRO shards them, a checkpoint has them under the parameter's name, and a run on other degrees
-goes on with them, by what is there for any state. `ShardedEMA` (ddp/ema.py), for loops of one's
-own, averages whole parameters instead.
+Each tensor that the optimizer updates has its average beside its other state, in the same dtype. So
+ZeRO shards the averages, a checkpoint stores them under the parameter's name, and a run with other
+degrees continues them like any state. `ShardedEMA` (ddp/ema.py), for your own loops, averages full
+parameters instead.
 """
 
 from collections.abc import Iterator
@@ -23,8 +23,8 @@ AVERAGE = "ema"
 
 
 def average_name(manifest: Manifest, parameter: str, path: Path) -> str:
-    """Return the name under which a checkpoint has the average of a parameter, by global name; a
-    buffer, which no optimizer updates, has its own.
+    """Return the name under which a checkpoint stores a parameter's average, by global name; a
+    buffer, which no optimizer updates, uses its own name.
 
     Raises:
         CheckpointError: the checkpoint has no averages.
@@ -39,20 +39,22 @@ def average_name(manifest: Manifest, parameter: str, path: Path) -> str:
 
 
 class WeightAverages:
-    """The averages of what `optimizer` updates. decay: of the average in each step."""
+    """The averages of the tensors that `optimizer` updates. decay: of the average in each step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, decay: float):
         self._optimizer, self._decay = optimizer, decay
 
     @torch.no_grad()
     def before_step(self) -> dict[Tensor, Tensor]:
-        """Return copies of tensors that have no average yet, which begins with their value now."""
+        """Return copies of tensors that have no average yet; their average starts with the current
+        value.
+        """
         state: dict[Tensor, dict[str, Any]] = self._optimizer.state
         return {p: p.detach().clone() for p in self._tensors() if AVERAGE not in state.get(p, {})}
 
     @torch.no_grad()
     def after_step(self, initial: dict[Tensor, Tensor]) -> None:
-        """Move each average towards its tensor. initial: of `before_step`."""
+        """Move each average towards its tensor. initial: from `before_step`."""
         state: dict[Tensor, dict[str, Any]] = self._optimizer.state
         for p, average in initial.items():
             # an optimizer makes its state in its first step, if it finds none
@@ -65,9 +67,9 @@ class WeightAverages:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Give the model the averages as weights inside the block; all ranks enter together.
+        """Use the averages as the model's weights inside the block; all ranks enter together.
 
-        Afterwards weights and averages have the bits of before, even if the block raises.
+        Afterwards weights and averages have their earlier bits, even if the block raises.
         """
         self._swap()
         try:

@@ -1,7 +1,7 @@
 """The work of rank 0 after the other ranks have left: end trackers, write the report, export.
 
-The run has succeeded or is saved, so an error here is only printed. A watch of its own ends what
-hangs, and a signal ends the report or the export at once.
+The run has succeeded or is saved, so an error here is only printed. A separate watchdog ends a
+hang, and a signal ends the report or the export at once.
 """
 
 import time
@@ -19,7 +19,7 @@ from torchdistpackage.train.log import print_line
 from torchdistpackage.train.trackers.feed import Trackers
 
 Export = Callable[[Callable[[], None]], Path]
-"""A function that writes the model and returns its folder; it calls its argument as it makes
+"""A function that writes the model and returns its folder; it calls its argument whenever it makes
 progress."""
 
 
@@ -70,7 +70,7 @@ def _report(run: Path, signals: SignalFlag) -> None:
 
 
 def _export(export: Export, run: Path, signals: SignalFlag, watch: Heartbeat) -> bool:
-    """Return False if a signal came before the end."""
+    """Export the model; return False if a signal came before the end."""
     try:
         with signals.interrupting():
             if signals.received:

@@ -1,6 +1,6 @@
-"""One rank of a run: join, prepare, announce, build, note the start, run, conclude.
+"""One rank of a run: join, prepare, announce, build, record the start, run, conclude.
 
-`worker_main` is this order; each function below it is one of these words.
+`worker_main` is this sequence; each function below it is one of these steps.
 """
 
 import os
@@ -62,9 +62,10 @@ from torchdistpackage.train.wind_up import Export, wind_up
 
 
 def worker_main(config: RunConfig, resume: str, signals: SignalFlag | None = None) -> int:
-    """Join the others, train, and leave; 0, or EXIT_TEMPFAIL if the run ended early and is saved.
+    """Join the other ranks, train, and leave; return 0, or EXIT_TEMPFAIL if the run ended early and
+    is saved.
 
-    signals: listens already, if this process was made for the rank.
+    signals: is already listening, if this process was made for the rank.
 
     Raises:
         TorchDistError: what stopped this rank; its launcher reports it and ends the others.
@@ -82,7 +83,7 @@ def worker_main(config: RunConfig, resume: str, signals: SignalFlag | None = Non
 
 @dataclass(frozen=True)
 class RunRank:
-    """The inputs of a rank of a run: its plan, its place among the others, and its signals."""
+    """The inputs of a rank of a run: its plan, its rendezvous, and its signals."""
 
     plan: Plan
     rendezvous: Rendezvous
@@ -109,20 +110,20 @@ class RunRank:
 
     @property
     def leads(self) -> bool:
-        """Return whether this rank alone changes the run folder: rank 0, unless a process of ours
+        """Return whether only this rank changes the run folder: rank 0, unless one of our processes
         watches.
         """
         unwatched = self.rendezvous.store is None and self.rendezvous.source != "slurm"
         return unwatched and self.is_main
 
     def say(self, *lines: str) -> None:
-        """Print lines, on rank 0 alone."""
+        """Print lines, on rank 0 only."""
         for line in lines if self.is_main else ():
             print_line(line)
 
 
 class PreparedRun(NamedTuple):
-    """The parts a rank trains with, and the state it resumes from."""
+    """The objects a rank trains with, and the state it resumes from."""
 
     trainer: Trainer
     state: TrainState
@@ -130,7 +131,7 @@ class PreparedRun(NamedTuple):
 
 
 class EndedRun(NamedTuple):
-    """loss: of the final validation; None if the run was asked to end before."""
+    """A finished run. loss: of the final validation; None if the run was asked to end before."""
 
     loop: Loop
     loss: float | None
@@ -170,7 +171,7 @@ def _join(config: RunConfig, resume: str, signals: SignalFlag | None) -> RunRank
 
 
 def _prepare(rank: RunRank) -> StartChanges:
-    """Make the run folder and begin the rank's log; return what changed since the last start."""
+    """Make the run folder and open the rank's log; return the changes since the last start."""
     config, folder, changes = rank.config, rank.folder, StartChanges()
     if rank.is_main:
         if rank.leads:
@@ -189,7 +190,7 @@ def _prepare(rank: RunRank) -> StartChanges:
 
 
 def _announce(rank: RunRank) -> None:
-    """Say what is known of the run before its objects are made."""
+    """Print the facts known about the run before its objects are made."""
     config = rank.config
     rank.say(*rank.joined.notes)
     if rank.joined.backend == "nccl":
@@ -203,7 +204,7 @@ def _announce(rank: RunRank) -> None:
 
 
 def _build(rank: RunRank) -> PreparedRun:
-    """Make the objects of this rank, and read the state from which the run goes on."""
+    """Make the objects of this rank, and load the state from which the run continues."""
     config, folder = rank.config, rank.folder
     if config.train.compile != "off":
         rendezvous = rank.rendezvous
@@ -231,7 +232,9 @@ def _build(rank: RunRank) -> PreparedRun:
 
 
 def _note_start(rank: RunRank, state: TrainState, changes: StartChanges) -> StopController:
-    """Note in the run folder that it goes on now; from here on this rank can be asked to stop."""
+    """Record in the run folder that it continues now; from here on this rank can be asked to
+    stop.
+    """
     config, folder = rank.config, rank.folder
     if rank.is_main:
         now = data_fingerprints(config)
@@ -297,7 +300,7 @@ def _run(rank: RunRank, prepared: PreparedRun, stop: StopController) -> EndedRun
 
 
 def _conclude(rank: RunRank, ended: EndedRun, stop: StopController) -> int:
-    """Note how the run ended, leave the others, and write what rank 0 writes alone."""
+    """Record how the run ended, leave the others, and write rank 0's own files."""
     config, folder = rank.config, rank.folder
     loop, loss, trackers = ended
     outcome = RequeueDecision.FINISHED
@@ -332,14 +335,16 @@ def _conclude(rank: RunRank, ended: EndedRun, stop: StopController) -> int:
 
 
 def _num_tokens(plan: Plan) -> int:
-    """Return how many tokens a model of bytes writes at the end; 0 for other models."""
+    """Return how many tokens a byte-level model writes at the end; 0 for other models."""
     config, model = plan.config, plan.model
     writes = model is not None and model.has_own_text and config.data.has_bytes
     return config.train.generate_tokens if writes else 0
 
 
 def _export(plan: Plan, run: Path) -> Export | None:
-    """Return what writes the model of the finished run; None if the file does not ask for it."""
+    """Return the function that writes the finished run's model; None if the file does not ask for
+    it.
+    """
     section, model = plan.config.model, plan.model
     if plan.config.checkpoint.export is None or model is None:
         return None
@@ -350,15 +355,17 @@ def _export(plan: Plan, run: Path) -> Export | None:
 _TERMINAL = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-Z^-~\\])"
 )
-"""Control sequences (colours, cursor), those with a text (titles, links), and single escapes."""
+"""Pattern of control sequences (colours, cursor), those with a text (titles, links), and single
+escapes.
+"""
 _LINE_LETTERS = 1 << 16
 
 
 class Tee:
-    """A stream that is also kept in a file, without what only a terminal can show.
+    """A stream that is also written to a file, without what only a terminal can show.
 
-    A stream that takes no more does not end the run. The file has only the last state of a line
-    that is written over again and again, as progress bars are.
+    A broken stream does not end the run. The file has only the final state of a line that is
+    overwritten repeatedly, such as a progress bar.
     """
 
     def __init__(self, stream: TextIO, path: Path):
@@ -378,14 +385,14 @@ class Tee:
             self._stream.flush()
 
     def close(self) -> None:
-        """Close the file; the stream is its owner's."""
+        """Close the file; the stream belongs to its owner."""
         with suppress(OSError):
             self._file.write(_last_state(self._line))
         self._file.close()
 
     def _keep(self, text: str) -> None:
-        """Write plain text at once, also without the end of its line; keep lines that are redrawn
-        until they end.
+        """Write plain text at once, even without the end of its line; hold redrawn lines back until
+        they end.
         """
         if not self._line and "\r" not in text and "\x1b" not in text:
             self._file.write(text)

@@ -127,10 +127,10 @@ class BucketSharder:
 
 
 def whole_owners(specs: Iterable[ParamSpec]) -> dict[str, int]:
-    """Return name -> index of the rank in its group that owns it all, dealt out by size.
+    """Return name -> index of the rank in its group that owns the full parameter, assigned by size.
 
-    That is the size over all ranks of the model, so that all of them give a parameter to the same
-    index, whatever part of it they have.
+    The size is that over all ranks of the model, so all of them give a parameter to the same index,
+    whatever shard of it they hold.
     """
     owner_of: dict[str, int] = {}
     for group, members in for_each_group(specs):
@@ -219,7 +219,7 @@ class PartialStep:
             hook(inner, (), {})
 
     def landed(self, part: int) -> None:
-        """Step `part`, whose gradients have arrived, or let it wait for more parts."""
+        """Step `part`, whose gradients have arrived, or delay it until more parts have arrived."""
         self._landed.append(part)
         if self._is_enough(self._landed, -(-self._num_left // 2)):
             ready, self._landed = self._landed, []

@@ -23,8 +23,8 @@ from torchdistpackage.ddp.zero.param_buffer import MasterStore
 from torchdistpackage.ddp.zero.param_shard import FlatLayout
 
 UNDER_WAY = 2
-"""Number of buckets that may be in flight when another is sent, and that are expected ahead, if
-memory is saved and the back end can post receives early (`posts_ahead`)."""
+"""Number of buckets in flight or expected ahead, if memory is saved and the back end can post
+receives early (`posts_ahead`)."""
 EXPECTED = 16
 """Number of buckets expected ahead if memory is not saved. Posting a receive waits while gloo reads
 from that connection, so it is done early."""
@@ -186,7 +186,7 @@ class ReduceScatterBucket:
         self._store.wait(self.total)
 
     def stepped(self) -> None:
-        """Note that the optimizer has used the gradients."""
+        """Record that the optimizer has used the gradients."""
         self._has_sum, self._was_stepped = False, True
 
     def drop(self) -> None:
@@ -322,7 +322,9 @@ class UsedFlags:
         return first
 
     def leave(self, first: int, unused: Iterable[int]) -> None:
-        """Note the unused members of a bucket that was sent; the last bucket starts the sum."""
+        """Record the unused members of a bucket that was sent; the last bucket starts the
+        all-reduce.
+        """
         self._without += [first + member for member in unused]
         self._num_left -= 1
         if self._num_left == 0:
@@ -344,7 +346,7 @@ class UsedFlags:
         return self._read[flag] != 0
 
     def forget(self) -> None:
-        """After a failed backward, wait for a sum in flight, and start over."""
+        """After a failed backward, wait for an all-reduce in flight, and start over."""
         if self._work is not None:
             self._work.wait()
             self._work = None

@@ -22,11 +22,11 @@ from torchdistpackage.ddp.zero.shard_bounds import SLICE_BYTES
 from torchdistpackage.errors import LayoutError
 
 AHEAD = 2
-"""Number of buckets on the way to the host during a step: one that travels and the next."""
+"""Number of buckets being copied to the host during a step: one in flight and the next."""
 
 PIECE_BYTES = 64 * 2**20
-"""Largest piece of memory, unless one tensor needs more. A piece is about as large as all
-before it.
+"""Largest piece of memory, unless one tensor needs more. A piece is about as large as all earlier
+ones together.
 """
 
 CopyEvent = Any  # torch.cuda.Event, or a test's double of it
@@ -161,9 +161,9 @@ class Arena:
 
 
 def cores_of_a_rank() -> int:
-    """Return this process's share of the cores that it may use, which ranks of its node have too.
+    """Return the number of cores for this process, which shares them with other ranks of its node.
 
-    Ranks are taken to be spread evenly over the cores, as where each is bound to its GPU's side.
+    Ranks are assumed to be spread evenly over the cores, as if each were bound near its GPU.
     """
     everything = os.cpu_count() or 1
     free = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else everything

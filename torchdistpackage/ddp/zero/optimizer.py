@@ -358,4 +358,4 @@ class ZeroOptimizer(ShardedOptimizerBase):
 
 
 def _unhooked(me: object, index: int, parameter: Tensor) -> None:
-    """Stand in for a hook: parameters on one rank are claimed but not hooked."""
+    """Stand in for a hook: parameters on a single rank are claimed but not hooked."""

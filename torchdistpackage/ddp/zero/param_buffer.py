@@ -28,7 +28,7 @@ from torchdistpackage.ddp.zero.options import ZeroOptions
 from torchdistpackage.ddp.zero.param_shard import FlatLayout
 
 Need = WeakMethod[Callable[["ParamBuffer"], None]]
-"""A method called when a freed parameter is read, which must `fetch` it or raise."""
+"""A method called when a freed parameter is read; it must `fetch` it or raise."""
 
 
 class ParamBuffer:
@@ -188,7 +188,7 @@ class ParamBuffer:
 
 
 class UngatheredParameter(nn.Parameter):
-    """A parameter whose elements are absent for now; its buffer can `wait_gathered` them."""
+    """A parameter whose elements are currently absent; its buffer can `wait_gathered` them."""
 
     source: ParamBuffer
 
@@ -213,7 +213,7 @@ class UngatheredParameter(nn.Parameter):
 
 
 def wait_gathered(parameter: Tensor) -> None:
-    """Wait until the elements of a parameter are there."""
+    """Wait until the elements of a parameter are present."""
     if type(parameter) is UngatheredParameter:
         parameter.source.wait_gathered(parameter)
 

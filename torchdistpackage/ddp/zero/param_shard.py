@@ -103,6 +103,8 @@ def make_shards(
 
 
 def whole_shard(spec: ParamSpec, layouts: Mapping[str, Layout]) -> ParamShard:
-    """Return the shard of a parameter that only this rank has, and that is stepped itself."""
+    """Return the shard of a parameter that only this rank holds; the parameter itself is
+    stepped.
+    """
     p = spec.parameter
     return ParamShard(p, spec, 0, 0, p.numel(), 0, layouts.get(spec.name), True)

@@ -184,7 +184,7 @@ ELEMENTWISE = frozenset(
         "SGD",
     }
 )
-"""Classes of torch.optim with an element-wise update. Subclasses do not count: they may do
+"""Classes of torch.optim with an element-wise update. Subclasses do not count, because they may do
 anything.
 """
 

@@ -103,7 +103,9 @@ class ReplicaGroups:
         return [self.of(p) for p in ordered.values() if p.requires_grad]
 
     def has_alone(self, spec: ParamSpec) -> bool:
-        """Return whether only this rank has it, so that autograd's own gradient can be stepped."""
+        """Return whether only this rank holds it, so that autograd's own gradient can be
+        stepped.
+        """
         plain = spec.divide == 1 and not (spec.is_wider or spec.deferred or spec.sparse_rows)
         return plain and spec.group.size() == 1 and spec.replicas is None
 

@@ -26,7 +26,7 @@ from torchdistpackage.ddp.zero.param_buffer import ParamBuffer, wait_gathered
 from torchdistpackage.errors import CommError, LayoutError
 
 PREFETCH = 2
-"""Number of buckets fetched ahead of the one that is read: one that travels and the next."""
+"""Number of buckets fetched ahead of the one being read: one in flight and the next."""
 
 Before = Callable[[nn.Module, tuple], object]
 After = Callable[[nn.Module, tuple, object], object]
@@ -143,7 +143,7 @@ class ParamCoordinator(WholeParams):
     # -- the order ---------------------------------------------------------------------
 
     def _turn(self, is_back: bool) -> None:
-        """Start over in the order of the forward, or in its reverse."""
+        """Start over, in the order of the forward or in its reverse."""
         self._is_back, self._next = is_back, 0
 
     def _fetch_until(self, index: int, ahead: int = PREFETCH) -> None:
@@ -310,7 +310,8 @@ def gather_ahead(module: nn.Module, may_follow: bool) -> list[Removable]:
 def around(
     module: nn.Module, pre_hook: Before, post_hook: After | None = None
 ) -> list[RemovableHandle]:
-    """Call `before(module, args)` and `after(module, args, outputs)` whenever the module runs.
+    """Call `pre_hook(module, args)` and `post_hook(module, args, outputs)` whenever the module
+    runs.
 
     Both run eagerly, also around a compiled module. `post_hook` returns new outputs or None.
     """

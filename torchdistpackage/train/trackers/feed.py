@@ -1,7 +1,8 @@
-"""Hands the rows of metrics.jsonl to trackers, each in a thread of rank 0, and never ends a run.
+"""Feed the rows of metrics.jsonl to trackers, each in a thread of rank 0, without ever ending a
+run.
 
-The thread reads the file as it grows. So the training does not wait, rows that a tracker missed are
-still there when it works again, and a start begins with what the tracker lacks.
+The thread reads the file as it grows. So training does not wait, rows that a tracker missed are
+still available when it works again, and a start begins with the rows that the tracker lacks.
 """
 
 import os
@@ -26,7 +27,7 @@ TRACKERS = {
 }
 """Import path by name, so that a library is loaded only by a run that uses it."""
 FOLDERS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlruns"}
-"""The folder that each service writes in the run folder."""
+"""Folder that each service writes in the run folder."""
 PICTURES = (PLOT, PICTURE)
 _LOOK_S, _AGAIN_S = 1.0, 30.0
 _END_S, _FAILED_END_S = 20.0, 5.0
@@ -34,7 +35,7 @@ _END_S, _FAILED_END_S = 20.0, 5.0
 
 
 class TrackerFeed:
-    """The tracker of a name, and the thread that feeds it."""
+    """The named tracker, and the thread that feeds it."""
 
     def __init__(self, name: str, run: TrackedRun):
         self.said: deque[str] = deque()
@@ -52,7 +53,7 @@ class TrackerFeed:
         self._thread.start()
 
     def finish(self, outcome: str) -> None:
-        """Hand over what is left, and end; does not wait."""
+        """Pass on the remaining rows, and end; does not wait."""
         self._word = outcome
         self._end.set()
 
@@ -168,7 +169,7 @@ class Trackers(Callback):
         loop.artifacts += tuple(f"{FOLDERS[name]}/" for name in names)
 
     def close(self, outcome: str) -> list[str]:
-        """End them all, with the pictures of the run; what is to be said of it."""
+        """End all trackers, passing them the pictures of the run; return lines to print."""
         return self._finish(outcome, _END_S)
 
     def _finish(self, outcome: str, wait_s: float) -> list[str]:

@@ -1,7 +1,7 @@
 """MLflow: one run for all starts, on the server of MLFLOW_TRACKING_URI or in `mlruns/`.
 
-It keeps what it has got, and is asked which step that was: each row has its step as a metric,
-written first. A step that a resumed run does again keeps its first row.
+It keeps every row it has received, and is asked for its last step: each row has its step as a
+metric, written first. A step that a resumed run repeats keeps its first row.
 """
 
 import os
@@ -25,7 +25,7 @@ from torchdistpackage.train.trackers.tracker import (
 )
 
 _MOST_PARAMS, _MOST_METRICS, _MOST_LETTERS = 100, 1000, 6000
-"""Limits of MLflow, of one request or value."""
+"""Limits of MLflow for one request or value."""
 
 
 class MLflowTracker:

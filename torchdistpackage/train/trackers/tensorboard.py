@@ -1,8 +1,8 @@
 """TensorBoard: event files in `tensorboard/` of the run folder.
 
-It can rewind: a file that begins with a purge makes its readers drop every later step that was read
-before. So a step counts as handed over once its events are in the file, and a resumed run goes on
-from there, or from its checkpoint if that is earlier.
+It can rewind: a file that begins with a purge makes its readers drop every later step read before.
+So a step counts as delivered once its events are in the file, and a resumed run continues from
+there, or from its checkpoint if that is earlier.
 """
 
 import hashlib
@@ -57,7 +57,7 @@ class TensorBoardTracker:
         self._state.keep(step=max(self._state.step, rows[-1]["step"]))
 
     def add_picture(self, path: Path, step: int) -> None:
-        """Add a PNG; an SVG is left out, as TensorBoard does not show it."""
+        """Add a PNG; an SVG is skipped, because TensorBoard does not show it."""
         data = path.read_bytes()
         if not data.startswith(_PNG):
             return

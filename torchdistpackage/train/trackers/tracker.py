@@ -15,7 +15,7 @@ from torchdistpackage.files import atomic_write
 from torchdistpackage.launch.run_rows import Row, number
 
 PROJECT = "torchdistpackage"
-"""The project or experiment of a run, unless the service's own variable names another."""
+"""Project or experiment of a run, unless the service's own variable names another."""
 FOLDER = "trackers"
 _MOST_BYTES = 1 << 20
 _CONNECT_S = 3.0
@@ -25,7 +25,7 @@ _CONNECT_S = 3.0
 class TrackedRun:
     """A run as its trackers know it.
 
-    config: every key by its dotted name. step: the last one that this start does not do again.
+    config: every key by its dotted name. step: the last one that this start does not repeat.
     """
 
     folder: Path
@@ -44,26 +44,26 @@ class Tracker(Protocol):
         ...
 
     def send(self, rows: Sequence[Row]) -> None:
-        """Hand over rows in ascending order; when this returns, the service has them."""
+        """Deliver rows in ascending order; when this returns, the service has them."""
         ...
 
     def add_picture(self, path: Path, step: int) -> None:
-        """Hand over a PNG or SVG file, where the service can show it."""
+        """Deliver a PNG or SVG file, if the service can show it."""
         ...
 
     def close(self, outcome: str) -> None:
-        """End this start. outcome: the word of its end in events.jsonl; "failed" if it has none."""
+        """End this start. outcome: the final word in events.jsonl; "failed" if there is none."""
         ...
 
     @property
     def place(self) -> str:
-        """A text for the run's log that says where to look at the run."""
+        """Return a text for the run's log that says where to look at the run."""
         ...
 
 
 @dataclass(slots=True)
 class TrackerState:
-    """The state that a tracker keeps in the run folder between starts: `trackers/NAME.json`."""
+    """The state of a tracker between starts, in the run folder: `trackers/NAME.json`."""
 
     path: Path
     values: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -80,12 +80,12 @@ class TrackerState:
 
     @property
     def step(self) -> int:
-        """The last step whose row was handed over; 0 for none."""
+        """The last step whose row was delivered; 0 for none."""
         value = self.values.get("step")
         return value if isinstance(value, int) else 0
 
     def keep(self, **values: Any) -> None:
-        """Set values, and have them on the disk."""
+        """Set values, and write them to disk."""
         self.values |= values
         atomic_write(self.path, json.dumps(self.values))
 

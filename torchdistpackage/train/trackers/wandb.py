@@ -1,7 +1,9 @@
-"""Weights & Biases: one run for all starts; without a connection kept in `wandb/` to be sent later.
+"""Weights & Biases: one run for all starts; without a connection it is stored in `wandb/` to be
+sent later.
 
-It keeps what it has got, so a step counts as handed over before it is: a kill may lose the rows of
-the last second, and none comes twice. A step that a resumed run does again keeps its first row.
+It keeps every row it has received, so a step counts as delivered before it is: a kill may lose the
+rows of the last second, and none arrives twice. A step that a resumed run repeats keeps its first
+row.
 """
 
 import os
