@@ -38,7 +38,11 @@ class SideChannel:
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
     ) -> None:
-        """Send and receive these contiguous tensors, each with the global rank at the other end."""
+        """Send and receive these contiguous tensors, each with the global rank at the other end.
+
+        Raises:
+            CommError: a peer is gone, or did not come in time.
+        """
         try:
             # receives first: on gloo their notices queue behind what is sent
             works: list[dist.Work] = []

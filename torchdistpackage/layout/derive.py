@@ -253,6 +253,9 @@ def sharding_ranks(
 
     num_data: number of neighbours along the data axis that shard; the others replicate, as in HSDP.
     None: all of `summed` shard.
+
+    Raises:
+        LayoutError: not every shard is on equally many ranks.
     """
     return (summed, (rank,)) if num_data is None else _in_blocks(summed, dense, rank, num_data)
 

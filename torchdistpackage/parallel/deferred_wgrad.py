@@ -1,9 +1,9 @@
 """Gradients of weights, computed after the backward from what the nodes of their matmuls saved.
 
-A product's matrix needs the gradient of the result and the other factor, nothing else, so it can be
-computed any time later, as autograd computes it, to the bit. The other factor is of this
-microbatch: the memory of parameters may be gone by then (ZeRO 3). What else has parameters (norms,
-added biases) is cheap compared with a product and left to autograd.
+The gradient of one factor of a matmul needs only the gradient of the result and the other factor,
+so it can be computed any time later, as autograd computes it, to the bit. The other factor must
+belong to this micro-batch: the memory of parameters may be gone by then (ZeRO 3). Other operations
+with parameters (norms, added biases) are cheap compared with a matmul and left to autograd.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -22,10 +22,10 @@ _TELLS = hasattr(SavedTensor, "unpack_hook")
 class DeferredGrad:
     """A function from the gradient of a node's result to that of one of its arguments.
 
-    The result may still have to be reduced over dims in which the argument was expanded.
+    The result may still have to be reduced over dims along which the argument was expanded.
 
-    formula: called with what was `saved`, that gradient, and `options`. factor: of what it returns.
-    result: the number of that result among those of the node.
+    formula: called with the `saved` tensors, that gradient, and `options`. factor: of its result.
+    result: number of that result among those of the node.
     """
 
     __slots__ = ("factor", "formula", "kept", "options", "result")
@@ -50,13 +50,9 @@ class DeferredGrad:
 def deferred_gradient(node: Any, argument: int, path: Container[Any]) -> DeferredGrad | None:
     """Return how to compute the gradient of argument number `argument` of autograd's `node` later.
 
-    Call it before a backward frees what the node saved. None: it is no product of this micro-batch,
-    or its saved tensors are recomputed for each backward (checkpointing).
-
-    path: nodes of this micro-batch.
-
-    To be called before a backward frees what the node kept. path: nodes of this microbatch. None:
-    it is no product of such, or what it kept is computed anew for each backward (checkpointing).
+    Call it before a backward frees what the node saved. None: it is no matmul of this micro-batch,
+    or its saved tensors are recomputed for each backward (checkpointing). path: nodes of this
+    micro-batch.
     """
     if (of_function := getattr(_function_of(node), "deferred_gradient", None)) is not None:
         if node.next_functions[0][0] not in path or _has_hook(node, node._raw_saved_tensors[0]):
@@ -130,7 +126,7 @@ _OF_FACTORS = (
     (lambda second, grad: grad.mm(second.t()), lambda second, grad: second.mm(grad.t()).t()),
     (lambda first, grad: first.t().mm(grad), lambda first, grad: grad.t().mm(first).t()),
 )
-"""Gradients of the first and the second factor of a product, by rows and by columns."""
+"""Gradients of the first and the second factor of a matmul, by rows and by columns."""
 
 
 def _of_convolved(
@@ -156,7 +152,7 @@ def _itself(x: Tensor) -> Tensor:
 
 
 def _kept(node: Any, name: str) -> Tensor | None:
-    """Return the saved tensor if it is real, dense and without hooks."""
+    """Return the saved tensor if it is real, dense and without hooks, else None."""
     if _is_hooked(node, name):
         return None
     x = getattr(node, f"_saved_{name}")
@@ -164,7 +160,7 @@ def _kept(node: Any, name: str) -> Tensor | None:
 
 
 def _function_of(node: Any) -> object:
-    """Return the autograd function of which this is a node.
+    """Return the autograd function that created this node.
 
     A function that is a matmul of its first argument, which it saves first, has
     `deferred_gradient(node, argument)`. This returns the number of the result whose gradient is
@@ -179,7 +175,7 @@ def _is_hooked(node: Any, name: str) -> bool:
 
 
 def _has_hook(node: Any, saved: SavedTensor, name: str = "first") -> bool:
-    """Return True if reading it would run a hook, which may rely on running once."""
+    """Return whether reading the saved tensor would run a hook, which may rely on running once."""
     if _TELLS:
         return saved.unpack_hook is not None
     # hooks can be registered only once, so registration fails if there are some

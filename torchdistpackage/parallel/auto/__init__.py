@@ -1,10 +1,8 @@
-"""Tensor parallelism for a module that a user has: its copy split, called, saved and loaded.
+"""Tensor parallelism for a user's existing module: its copy is split, called, saved and loaded.
 
-split_root      what every split module offers to saving and loading
-split_model     a module split by a table; pretrained_calls: one of transformers
-saving, loading whole state from parts, and back
-draws           dropout that is alike, or apart, on ranks
-caches          key-value caches that come to the ranks, and go
+split_root what every split module offers to saving and loading split_model a module split by a
+table; pretrained_calls: one of transformers saving, loading whole state from parts, and back draws
+dropout that is alike, or apart, on ranks caches key-value caches that come to the ranks, and go
 
 `models/tensor_parallel.py` is the call. A name is loaded on first use.
 """

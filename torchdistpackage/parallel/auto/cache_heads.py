@@ -1,4 +1,4 @@
-"""The key and value heads of a cache that each shard has, and their place in the cache."""
+"""The key and value heads of a cache that each shard holds, and their place in the cache."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +16,10 @@ Place = tuple[Any, Any]
 
 @dataclass(frozen=True)
 class CacheHeads:
-    """The heads of the keys and values that each shard holds of the original model's.
+    """The key and value heads that each shard holds of the original model's.
 
-    key_heads: its heads by rank, in its order; None: all of them. is_known: whether the plan says
-    so. full_gradients: whether what shards have alike carries its whole gradient on each of them.
+    key_heads: heads by rank, in the rank's order; None: all of them. is_known: whether the plan
+    knows them. full_gradients: whether each shard computes the full gradient of shared tensors.
     """
 
     key_heads: tuple[tuple[int, ...], ...] | None = None
@@ -31,8 +31,8 @@ class CacheHeads:
         return self.key_heads is not None or not self.is_known
 
     def is_whole(self, kind: str, rank: int | None, tensor: Tensor) -> bool:
-        """Return whether keys or values in a `kind` have the heads of all shards; else those of
-        `rank`.
+        """Return whether keys or values in a `kind` have the heads of all shards; otherwise they
+        have those of `rank`.
 
         Raises:
             LayoutError: they have another number of heads, or the plan does not say which.
@@ -57,7 +57,7 @@ class CacheHeads:
         )
 
     def part(self, tensor: Tensor, rank: int) -> Tensor:
-        """Return the slice of the heads of `rank` from keys or values of all heads."""
+        """Return the slice with the heads of `rank` from keys or values of all heads."""
         if self.key_heads is None:
             return tensor.detach() if self.full_gradients and rank > 0 else tensor
         heads = torch.tensor(self.key_heads[rank], device=tensor.device)
@@ -97,8 +97,8 @@ def _places_of_layer(layer: Any, apart: bool) -> list[Place]:
 
 
 def holds_numbers(value: Any) -> bool:
-    """Return whether a value is a tensor of several elements, or contains one; a tensor of one
-    element is a count.
+    """Return whether a value is or contains a tensor of several elements; a tensor of one element
+    is a count.
     """
     if isinstance(value, dict):
         value = tuple(value.values())

@@ -1,7 +1,7 @@
-"""Key-value caches that come to the shard of a rank, and go.
+"""Pass key-value caches into the shard of a rank and out again.
 
-A cache is an object that layers write to. Each rank keeps in the cache that it was given the keys
-and values of the heads that it computes; what the cache holds already is cut by heads.
+A cache is an object that layers write to. In the cache it was given, each rank keeps the keys and
+values of the heads that it computes; existing contents of the cache are cut by heads.
 """
 
 import sys
@@ -21,7 +21,7 @@ def is_cache(value: Any) -> bool:
 
 
 def enter_caches(values: Sequence[Any], heads: CacheHeads, group: Group) -> None:
-    """Leave in each cache that comes to a rank its part, unless the shard filled it itself.
+    """Cut each cache that a rank receives to its heads, unless the shard filled the cache itself.
 
     Raises:
         LayoutError: it is filled, but not by these shards or the model that was split.
@@ -41,7 +41,7 @@ def enter_caches(values: Sequence[Any], heads: CacheHeads, group: Group) -> None
 
 
 def with_caches_marked(output: Any) -> Any:
-    """Return `output` of a rank's shard, with its caches marked as that rank's."""
+    """Return the output of a rank's shard with its caches marked as that rank's."""
     values = output.values() if isinstance(output, Mapping) else output
     for value in values if isinstance(values, (tuple, list, ValuesView)) else ():
         if is_cache(value):

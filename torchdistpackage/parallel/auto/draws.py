@@ -1,12 +1,13 @@
-"""Dropout in shards: alike where shards have the same tensor, different where each has a part.
+"""Dropout in shards: equal masks where shards hold the same tensor, different masks where each
+holds a slice.
 
-Each random operation of a forward takes one number from a stream that all shards have alike, and
-runs on generators that are seeded with it. So the streams stay together whatever shapes the shards
-have. The stream of ranks is torch's default generator, which activation checkpointing replays;
-threads, which share that one, have one each, seeded for each forward.
+Each random operation of a forward takes one number from a stream that is equal on all shards, and
+runs on generators seeded with it. So the streams stay together whatever shapes the shards have. The
+stream of ranks is torch's default generator, which activation checkpointing replays; threads, which
+share that generator, have one stream each, seeded for each forward.
 
-Where values are split (`Config.split_modules`) the seed is mixed with the number of the shard: in
-a dropout layer for all it is given, in any other module for tensors of four dims and more, as
+Where values are split (`Config.split_modules`) the seed is mixed with the number of the shard: in a
+dropout layer for all it is given, in any other module for tensors of four dims and more, as
 attention scores are.
 """
 
@@ -54,16 +55,20 @@ RANDOM = frozenset(
     )
 )
 _LOCK = threading.Lock()
-"""Over the default generators while an operation runs on a seed of its own."""
+"""Lock held over the default generators while an operation runs with its own seed."""
 
 _current: ContextVar["ShardDraws | None"] = ContextVar("tdp_shard_draws", default=None)
 _active: list[None] = []
-"""One item for each `ShardDraws` of any thread. A compiler can see that it is empty, and then that
-a block's hooks do nothing; it cannot read a variable of the context."""
+"""One item for each `ShardDraws` of any thread.
+
+A compiler can see that it is empty, and therefore that a block's hooks do nothing; it cannot read a
+context variable."""
 
 
 class ShardDraws(TorchFunctionMode):
-    """The random operations of one shard in one forward. next_seed: the stream all have alike."""
+    """The random operations of one shard in one forward. next_seed: the stream that all shards have
+    in common.
+    """
 
     def __init__(self, rank: int, next_seed: Callable[[], int]):
         super().__init__()
@@ -101,8 +106,8 @@ class ShardDraws(TorchFunctionMode):
 
 
 def draws_as(blocks: Iterable[nn.Module], rank: int) -> None:
-    """Let blocks draw as the shard `rank` also where they are called outside of a `ShardDraws`, as
-    checkpointing does in the backward."""
+    """Make blocks draw as shard `rank` even outside of a `ShardDraws`, as checkpointing calls them
+    in the backward."""
     for block in blocks:
         block.__class__ = _drawing(type(block))
         block.__dict__["_draws_as"] = rank
@@ -141,14 +146,16 @@ def mark_split(module: nn.Module, everything: bool = False) -> None:
 
 
 def mark_alike(module: nn.Module) -> None:
-    """Note that `module` works on what all shards have alike, inside of one that does not."""
+    """Mark a `module` that works on equal tensors inside one that does not."""
     _mark(module, None)
 
 
 def draw_apart(model: nn.Module, table: SplitTable, sequence_blocks: str = "") -> None:
-    """Let dropout differ between ranks where each has a part: of heads, of what row layers with
-    adapters are given, between a column and a row layer, and in the blocks at the path
-    `sequence_blocks`, between which each has its part of the sequence, everywhere."""
+    """Make dropout differ between ranks wherever each has a slice.
+
+    That is in attention heads, in inputs of row layers with adapters, between a column and a row
+    layer, and everywhere in the blocks at the path `sequence_blocks`, between which each rank has
+    its slice of the sequence."""
     blocks = re.compile(rf"{re.escape(sequence_blocks)}\.\d+")
     for name, module in model.named_modules():
         adapted = table.layers.get(name.rpartition(".lora_dropout.")[0])
@@ -194,14 +201,14 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
 
 
 _ENTERS = {None: _enter_alike, True: _enter_all, False: _enter_split}
-"""Hooks by what they note; functions of the module, so that a split model can be pickled."""
+"""Hooks by the state they enter; they are module functions so that a split model can be pickled."""
 
 
 def draw_in_recomputation(shard: nn.Module, rank: int) -> None:
-    """Let what a rank's shard checkpoints draw in the same way when it is computed again.
+    """Make checkpointed blocks of a rank's shard draw the same numbers when they are recomputed.
 
-    That is in the backward, where the forward's `ShardDraws` is over. Called before each forward,
-    as checkpointing may be turned on at any time.
+    They are recomputed in the backward, when the forward's `ShardDraws` has ended. Call it before
+    each forward, because checkpointing may be turned on at any time.
     """
     for part in shard.modules():
         checkpoint = part.__dict__.get("_gradient_checkpointing_func")
@@ -210,7 +217,9 @@ def draw_in_recomputation(shard: nn.Module, rank: int) -> None:
 
 
 class DrawingCheckpoint:
-    """A checkpointing function whose blocks draw as `rank`, in the forward and again."""
+    """A checkpointing function whose blocks draw as `rank`, in the forward and in the
+    recomputation.
+    """
 
     def __init__(self, checkpoint: Callable[..., Any], rank: int):
         self.checkpoint, self.rank = checkpoint, rank
@@ -226,7 +235,7 @@ class DrawingCheckpoint:
 
 
 def may_draw(module: nn.Module, is_known: bool) -> bool:
-    """Return whether forwards in training may draw. is_known: its rates are attributes of its
+    """Return whether training forwards may draw. is_known: its dropout rates are attributes of its
     modules.
     """
     rates = (
@@ -239,7 +248,7 @@ def may_draw(module: nn.Module, is_known: bool) -> bool:
 
 
 def use_draws_of_first(group: Group) -> None:
-    """Give all ranks the state of the first one's random generators."""
+    """Set all ranks' random generators to the state of the first rank's."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())

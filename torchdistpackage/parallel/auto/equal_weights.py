@@ -1,4 +1,4 @@
-"""Equal weights on the ranks that are to cut them."""
+"""Give equal weights to the ranks that are about to split them."""
 
 import torch
 from torch import nn
@@ -11,10 +11,9 @@ from torchdistpackage.parallel.auto.reporting import LOG
 
 @torch.no_grad()
 def equalise(module: nn.Module, group: Group) -> None:
-    """Give all ranks the parameters and buffers of the group's first, where they differ.
+    """Set the parameters and buffers of all ranks to those of the group's first, if they differ.
 
-    Ranks that draw their weights differ if they are seeded differently, and parts of different
-    weights are no model.
+    Differently seeded ranks draw different weights, and slices of different weights are no model.
 
     Raises:
         LayoutError: the ranks' modules are not built alike.

@@ -1,8 +1,8 @@
-"""Weights of the whole model into the shards that were made from it, the reverse of saving.py.
+"""Load weights of the unsplit model into its shards, the reverse of saving.py.
 
-Files are read tensor by tensor, and of each tensor the parts that shards here hold are copied. So a
-model that was split on the meta device comes to its weights with its shards and the tensors of
-one file, which safetensors maps into memory.
+Files are read tensor by tensor, and the slices that local shards hold are copied. So a model that
+was split on the meta device gets its weights with memory for its shards and the tensors of one
+file, which safetensors maps into memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,11 +23,11 @@ AnyPath = str | PathLike[str]
 
 
 def load_tensor_parallel(model: nn.Module, files: AnyPath | Sequence[AnyPath]) -> None:
-    """Give the shards of `model` what safetensors files of the unsplit model hold.
+    """Load safetensors files of the unsplit model into the shards of `model`.
 
-    files: a folder, as `save_pretrained` writes, or files. model: made by `tensor_parallel`; what
-    it has on the meta device comes to the devices of its shards. Where these are processes each
-    calls it for itself.
+    files: a folder written by `save_pretrained`, or files. model: made by `tensor_parallel`; its
+    tensors on the meta device move to the devices of its shards. If shards are processes, each
+    calls this for itself.
 
     Raises:
         LayoutError: files and model do not fit, with all names; nothing was loaded then. Or tensors
@@ -55,7 +55,7 @@ def load_tensor_parallel(model: nn.Module, files: AnyPath | Sequence[AnyPath]) -
 
 
 class Shard:
-    """One shard of this process: what it holds, under all names."""
+    """One shard of this process: its tensors, under all their names."""
 
     def __init__(self, root: Any, at: int):
         self.root, self.at, self.module = root, at, root.module_shards[at]
@@ -71,7 +71,9 @@ class Shard:
 
     @torch.no_grad()
     def put(self, name: str, part: Tensor) -> None:
-        """Copy `part` into what is called `name`, or make that of it, under all its names."""
+        """Copy `part` into the tensor called `name`, or create that tensor from it, under all its
+        names.
+        """
         current = self.held(name)
         if not current.is_meta:
             current.copy_(part)
@@ -95,7 +97,7 @@ def part_of(entry: OriginalEntry, tensor: Tensor, rank: int) -> Tensor:
 
 
 def files_of(files: AnyPath | Sequence[AnyPath]) -> list[Path]:
-    """Raises LayoutError where there are none."""
+    """Return the safetensors files in a folder; raises LayoutError if there are none."""
     if not isinstance(files, (str, PathLike)):
         return [Path(file) for file in files]
     path = Path(files)
@@ -114,7 +116,7 @@ def shapes_in(paths: Sequence[Path]) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def check_fit(root: Any, shards: Sequence[Shard], paths: Sequence[Path]) -> None:
-    """Raises LayoutError, of all tensors at once, before one is loaded."""
+    """Check all tensors before one is loaded; raises one LayoutError that lists every misfit."""
     entries = {entry.name: entry for entry in root._original.entries}
     shapes = dict(shapes_in(paths))
     present = {entries[name].first for name in shapes if name in entries}

@@ -1,4 +1,4 @@
-"""Containers put back as they were, and tensors under all their names."""
+"""Rebuild containers as they were, and find tensors under all their names."""
 
 from collections.abc import Callable, Mapping
 from itertools import chain
@@ -22,7 +22,7 @@ def once_each(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return `fn` with a cache by the identity of its arguments, so that one object stays one
     object in the results.
 
-    It is for one walk through structures, which keep the objects alive.
+    Use it for a single walk through structures, which keep the objects alive.
     """
     results: dict[tuple[int, ...], Any] = {}
 
@@ -40,8 +40,8 @@ def find_tied_weight_aliases(
     destination: dict[int, list[str]] | None = None,
     prefix: str | None = None,
 ) -> dict[int, list[str]]:
-    """Return a map from the id of each parameter and buffer to all names under which `module` has
-    it, in order.
+    """Return a map from the id of each parameter and buffer to all its names under `module`, in
+    order.
     """
     names_by_id: dict[int, list[str]] = {} if destination is None else destination
     prefix = prefix or ""

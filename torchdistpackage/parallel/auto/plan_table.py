@@ -12,7 +12,7 @@ from torchdistpackage.parallel.auto.traffic import SENT, Traffic, size_bytes
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """One parameter. shapes, num_bytes: of the part of each device."""
+    """One parameter. shapes, num_bytes: of each device's slice."""
 
     name: str
     shape: tuple[int, ...]
@@ -25,8 +25,9 @@ class ParameterRow:
 class PlanTable:
     """A plan for a module.
 
-    parameters: of all. traffic: by module, what it sends in a forward; empty without an example.
-    kept: layer -> why it stays whole. check: what the first forward is compared with (verify.py).
+    parameters: of all devices. traffic: bytes that each module sends in a forward; empty without an
+    example. kept: layer -> why it stays unsplit. check: what the first forward is compared with
+    (verify.py).
     """
 
     parameters: tuple[ParameterRow, ...]
@@ -41,7 +42,7 @@ class PlanTable:
 
     @property
     def forward(self) -> Traffic:
-        """The bytes that one device sends in the forward of the example."""
+        """Return the bytes that one device sends in the example's forward."""
         total = Traffic({}, {})
         for each in self.traffic.values():
             for kind, calls in each.calls.items():
@@ -89,11 +90,11 @@ def forward_traffic(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> dict[str, Traffic]:
-    """Return what parts of `module` would send in `module(*args, **kwargs)`.
+    """Return the bytes that submodules of `module` would send in `module(*args, **kwargs)`.
 
-    outputs: by path of a part what is done with its outputs, such as {0: "sum"}.
+    outputs: path of a submodule -> action on its outputs, such as {0: "sum"}.
 
-    It is called once, in evaluation, so that it stays as it is.
+    It is called once, in eval mode, so that the module stays unchanged.
     """
     by_module: dict[str, Traffic] = {}
     handles = []

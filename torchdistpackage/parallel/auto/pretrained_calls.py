@@ -17,7 +17,7 @@ from torchdistpackage.parallel.auto.split_model import ModelSplit, SplitModel
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Return whether it is a PreTrainedModel, also with adapters of peft around it.
+    """Return whether it is a PreTrainedModel, possibly with peft adapters around it.
 
     It can only be one if transformers was imported.
     """
@@ -26,7 +26,7 @@ def is_pretrained(module: nn.Module) -> bool:
 
 
 def without_adapters(module: nn.Module) -> nn.Module:
-    """Return the model that a PeftModel was made around; any other model is returned as it is."""
+    """Return the model inside a PeftModel; any other model is returned unchanged."""
     library = sys.modules.get("peft.peft_model")
     if library is not None and isinstance(module, library.PeftModel):
         return module.get_base_model()
@@ -53,17 +53,19 @@ FUNCTIONS = (
 
 
 class PretrainedCalls:
-    """Generation and saving of a split model, as a base before the class of its family."""
+    """Base class with generation and saving of a split model, placed before the class of its
+    family.
+    """
 
     @property
     def split_root(self) -> Any:
-        """The `SplitRoot` that is called."""
+        """Return the `SplitRoot` that is called."""
         raise NotImplementedError
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """Write the model. Of the ranks of a group, which all call it, the first one writes.
+        """Write the model. All ranks of a group call it, and the first one writes.
 
-        Outside `save_tensor_parallel`, with a `state_dict`, each rank that calls it writes that.
+        Outside `save_tensor_parallel`, with a `state_dict`, each calling rank writes that dict.
         """
         root = self.split_root
         group = root._group
@@ -80,7 +82,7 @@ class PretrainedCalls:
         return result
 
     def check_attentions(self, has_attentions: bool | None) -> None:
-        """Raises LayoutError where scores of attention are wanted and shards have heads apart."""
+        """Raise LayoutError if attention scores are requested and shards have different heads."""
         if has_attentions is None:
             has_attentions = getattr(self.config, "output_attentions", False)
         if has_attentions and self.split_root.has_heads_apart:
@@ -90,8 +92,8 @@ class PretrainedCalls:
             )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the family's `generate`. Ranks of a group draw the same numbers, from the state of
-        the first rank.
+        """Run the family's `generate`. All ranks of a group draw the same numbers, from the first
+        rank's state.
         """
         group = self.split_root._group
         if group is not None and self._may_draw_tokens(args, kwargs):
@@ -99,7 +101,7 @@ class PretrainedCalls:
         return super().generate(*args, **kwargs)
 
     def _may_draw_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return False where tokens come from a search in which no function of the caller takes
+        """Return False if tokens come from a search in which the caller's functions take no
         part.
         """
         if len(args) > 1 or any(kwargs.get(name) is not None for name in FUNCTIONS):
@@ -121,7 +123,7 @@ class PretrainedCalls:
 
 
 class SplitPretrained(PretrainedCalls, SplitModel):
-    """A split model of transformers: its own class, with these calls before its own."""
+    """A split transformers model: its own class, with these methods taking precedence."""
 
     @property
     def split_root(self) -> SplitModel:

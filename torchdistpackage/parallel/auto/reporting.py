@@ -1,4 +1,4 @@
-"""The logger of automatic tensor parallelism, to which notes on plans go."""
+"""The logger of automatic tensor parallelism, which receives notes on plans."""
 
 import logging
 

@@ -1,7 +1,7 @@
-"""State of split modules as that of the module that was split, and the other way round.
+"""Convert the state of split modules to that of the original module, and back.
 
-What a shard holds is found by the name that the original module had for it, tied names included,
-and shards by their numbers. Names, their order and every bit are the original's.
+A shard's tensors are found by their names in the original module, including tied names, and shards
+by their numbers. Names, order and every bit are the original's.
 """
 
 from collections import OrderedDict
@@ -45,8 +45,10 @@ class Original:
         action_of: Callable[[Sequence[str]], PartOfTensor | None],
         shard_name: Callable[[str], str] = str,
     ) -> "Original":
-        """action_of: how a tensor with these names is shared out; None: all shards hold it.
-        shard_name: its name in a shard."""
+        """Return the names for a module.
+
+        action_of: how a tensor with these names is divided; None: all shards hold it. shard_name:
+        its name in a shard."""
         aliases = {
             name: names for names in find_tied_weight_aliases(module).values() for name in names
         }
@@ -59,7 +61,7 @@ class Original:
 
 
 def original_state_dict(model: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-    """Return `state_dict()` of the module that was split. With a group all of its ranks call it.
+    """Return the `state_dict()` of the original module. With a group all of its ranks call it.
 
     Raises:
         LayoutError: a rule of the plan cuts and cannot join.
@@ -91,7 +93,7 @@ def original_state_dict(model: Any, *args: Any, **kwargs: Any) -> dict[str, Tens
 
 
 class PartsOf:
-    """The parts of each tensor that the shards of a split module hold."""
+    """The slices of each tensor that the shards of a split module hold."""
 
     def __init__(self, model: Any):
         self.group: Group | None = model._group
@@ -123,7 +125,7 @@ def tensors_by_any_name(module: nn.Module) -> dict[str, Tensor]:
 
 
 def gathered(part: Tensor, group: Group) -> list[Tensor]:
-    """Return the slices of all ranks of the group, on the CPU, in its order; their shapes may
+    """Return the slices of all ranks of the group, on the CPU, in group order; their shapes may
     differ.
     """
     shapes: list[Any] = collectives.gather_objects(tuple(part.shape), group)
@@ -134,11 +136,11 @@ def gathered(part: Tensor, group: Group) -> list[Tensor]:
 
 @contextmanager
 def save_tensor_parallel(model: Any) -> Iterator[None]:
-    """Let `state_dict()` and `save_pretrained()` of `model` return and write the unsplit model
+    """Make `state_dict()` and `save_pretrained()` of `model` return and write the unsplit model
     inside the block.
 
-    `model` is split, or has parts that are. Where the shards are processes all of them enter and
-    make the same calls.
+    `model` is split or has split submodules. If shards are processes, all of them enter and make
+    the same calls.
 
     Raises:
         LayoutError: no part of it is split.

@@ -1,8 +1,8 @@
 """`SplitModel`: a module whose layers a table has split over the ranks of a group.
 
-It is a copy of the module that was given, of the same class and with the same names, whose layers
-`parallelize` has replaced. It is called as before: the ranks make the same calls with the same
-inputs, get the same outputs, and find on what they hold the gradients of the unsplit module.
+It is a copy of the given module, of the same class and with the same names, whose layers
+`parallelize` has replaced. It is called as before: all ranks make the same calls with the same
+inputs, get the same outputs, and find the gradients of the unsplit module on their slices.
 """
 
 import weakref
@@ -62,7 +62,7 @@ class ModelSplit:
 def split_copy(
     module: nn.Module, split: ModelSplit, group: Group, tp_comm_overlap: bool = False
 ) -> nn.Module:
-    """Return a copy of `module` that has this rank's part of each layer. `module` stays as it is.
+    """Return a copy of `module` with this rank's slice of each layer. `module` stays unchanged.
 
     Raises:
         LayoutError: the ranks' modules are not built alike.
@@ -82,9 +82,9 @@ def split_copy(
 
 
 class SplitModel(SplitRoot, TakesNoAdapters, Marked):
-    """Calls, state and marks of a split module, as a base beside the class of the module.
+    """Base class, beside the class of the module, with calls, state and marks of a split module.
 
-    `become_split` makes a module one.
+    `become_split` turns a module into one.
     """
 
     _split: ModelSplit
@@ -93,7 +93,7 @@ class SplitModel(SplitRoot, TakesNoAdapters, Marked):
     may_draw = True
 
     def _begin(self, split: ModelSplit, group: Group | None, module: nn.Module) -> None:
-        """Take over what `module`, the unsplit one, had. Called once."""
+        """Take over the attributes of `module`, the unsplit one. Called once."""
         self.group, self._split = group, split
         num = 1 if group is None else group.size()
         self._original = saving.Original.of(module, lambda names: part_of(split, names, num))
@@ -107,12 +107,12 @@ class SplitModel(SplitRoot, TakesNoAdapters, Marked):
 
     @property
     def module_shards(self) -> Sequence[nn.Module]:
-        """The shards of this process: this module alone."""
+        """The shards of this process: only this module."""
         return (self,)
 
     @property
     def has_heads_apart(self) -> bool:
-        """Return whether each rank has attention heads of its own."""
+        """Return whether each rank has its own attention heads."""
         return self._group is not None and bool(self._split.table.attention)
 
     def layouts(self) -> Layouts:
@@ -123,7 +123,7 @@ class SplitModel(SplitRoot, TakesNoAdapters, Marked):
         return ""
 
     def mark_cut(self, name: str, parameter: nn.Parameter) -> None:
-        """Note on a parameter, by its name here, how it is cut."""
+        """Record on a parameter, by its name here, how it is split."""
         if (layout := self._split.layouts.get(name)) is not None:
             mark_parameter(parameter, layout, self._group, name.count("."))
 
@@ -135,7 +135,7 @@ class SplitModel(SplitRoot, TakesNoAdapters, Marked):
     def call_shards(
         self, modules: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call this module without the hooks that are put on it."""
+        """Call this module without the hooks placed on it."""
         return self._called(self.forward, args, kwargs)
 
     def _called(
@@ -161,7 +161,7 @@ class SplitModel(SplitRoot, TakesNoAdapters, Marked):
         return ShardDraws(group.rank(), default_draw)
 
     def _sum_partial_gradients(self) -> None:
-        """Hook parameters of which each rank has a partial gradient, so that it is summed.
+        """Hook parameters with a partial gradient on each rank, so that the gradient is summed.
 
         A hook stays with its parameter, and parameters may be replaced or unfrozen, so each forward
         looks for new ones.
@@ -176,9 +176,10 @@ class SplitModel(SplitRoot, TakesNoAdapters, Marked):
     # -- state ---------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the state of this rank's parts, or in `save_tensor_parallel` the unsplit module's.
+        """Return the state of this rank's slices, or inside `save_tensor_parallel` that of the
+        unsplit module.
 
-        There, all ranks of the group call it, and each gets all of it.
+        Inside, all ranks of the group call it, and each gets the full state.
         """
         if self.preserve_shards_when_saving:
             return super().state_dict(*args, **kwargs)
@@ -194,7 +195,7 @@ class SplitModel(SplitRoot, TakesNoAdapters, Marked):
         return super().__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle the two bases of the class, from which loading makes it anew."""
+        """Pickle the two bases of the class, from which loading recreates it."""
         calls, kind, *_ = type(self).__bases__
         return _new_split, (calls, kind), self.__getstate__()
 
@@ -217,20 +218,20 @@ class _PartialSum:
 
 @dataclass(frozen=True)
 class LayoutPart:
-    """A tensor shared out as its layout says; see `PartOfTensor`."""
+    """A tensor divided according to its layout; see `PartOfTensor`."""
 
     layout: Layout
     mesh: Mesh
 
     def __call__(self, tensor: Tensor, rank: int) -> Tensor:
-        """Return the part of `rank`; raises LayoutError where `tensor` has another shape."""
+        """Return the slice of `rank`; raises LayoutError if `tensor` has another shape."""
         part = tensor.new_empty(local_shape(self.layout, self.mesh, rank))
         with torch.no_grad():
             copy_part(part, tensor, self.layout, self.mesh, rank)
         return part
 
     def undo(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the whole tensor."""
+        """Return the full tensor."""
         full = tensors[0].new_empty(self.layout.shape, device="cpu")
         for rank, part in enumerate(tensors):
             for where, inside in blocks(self.layout, self.mesh, rank):
@@ -246,7 +247,7 @@ def become_split(
     calls: type[SplitModel],
     device: torch.device,
 ) -> SplitModel:
-    """Make of `twin`, this rank's copy of `module`, a split module of the class `calls`."""
+    """Turn `twin`, this rank's copy of `module`, into a split module of the class `calls`."""
     twin._apply(lambda x: x if x.is_meta else x.to(device))
     twin.__class__ = split_class(calls, type(module))
     root: Any = twin

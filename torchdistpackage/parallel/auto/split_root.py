@@ -40,38 +40,38 @@ class SplitRoot(nn.Module):
     preserve_shards_when_saving = True
 
     def set_preserve_shards_when_saving(self, value: bool) -> None:
-        """Choose whether `state_dict()` returns shards; with False it is that of the module that
-        was split, see `saving`.
+        """Choose whether `state_dict()` returns shards; with False it returns the original
+        module's, see `saving`.
         """
         self.preserve_shards_when_saving = value
 
     def full_tensors(self) -> dict[str, Tensor]:
-        """Return parameters that no shard holds by itself, whole, by their names in a shard."""
+        """Return, in full, the parameters that no single shard holds, by their names in a shard."""
         return {}
 
     def begin_loading(self) -> None:
         """Prepare for `load_tensor_parallel`, which calls this first."""
 
     def place_delayed(self) -> None:
-        """Bring shards to their devices, if that was to wait for the first forward."""
+        """Move shards to their devices, if that was delayed until the first forward."""
 
     def shard_prefix(self, at: int) -> str:
-        """Return what stands before names of shard `at` in those of this module."""
+        """Return the prefix of shard `at`'s names in this module."""
         raise NotImplementedError
 
     def mark_cut(self, name: str, parameter: nn.Parameter) -> None:
-        """Note on a parameter, by its name here, how it is cut."""
+        """Record on a parameter, by its name here, how it is split."""
         raise NotImplementedError
 
     def call_shards(
         self, modules: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call the shards of this process, or a part of them; all ranks do."""
+        """Call all or some shards of this process; all ranks do."""
         raise NotImplementedError
 
 
 def check_is_unsplit(module: object) -> None:
-    """Raise LayoutError if `module` is no module, or a part of it is split already."""
+    """Raise LayoutError if `module` is no module or has a split submodule."""
     if not isinstance(module, nn.Module):
         raise LayoutError(f"a {type(module).__name__} was given; pass a torch.nn.Module")
     for name, part in module.named_modules():
@@ -83,7 +83,9 @@ def check_is_unsplit(module: object) -> None:
 
 
 class TakesNoAdapters(nn.Module):
-    """A split module, whose shards would get adapters of their own each."""
+    """Base class of split modules whose shards would each get separate adapters, which is
+    refused.
+    """
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         if (adapters := _being_put_into()) is not None:
@@ -100,10 +102,10 @@ _PEFT_TUNERS = "peft.tuners.tuners_utils"
 
 
 def _being_put_into() -> dict[str, Any] | None:
-    """Return the adapters that peft is about to put into the layers of a model, whose modules it
-    lists before it replaces the first.
+    """Return the adapters that peft is about to put into a model's layers, whose modules it lists
+    before it replaces the first.
 
-    It calls nothing else of the model by then, and a refusal later on would leave layers replaced
+    It calls nothing else of the model before that, and a later refusal would leave layers replaced
     and parameters frozen. torch lists the modules of a model around this one.
     """
     if _PEFT_TUNERS not in sys.modules:
@@ -119,7 +121,7 @@ def _being_put_into() -> dict[str, Any] | None:
 
 
 def check_is_alone(module: Any, adapters: dict[str, Any]) -> None:
-    """Raises LayoutError where a module that got `adapters` has several shards."""
+    """Raise LayoutError if a module that got `adapters` has several shards."""
     inner = getattr(module, "wrapped_model", module)
     if len(inner.module_shards) > 1 or inner._group is not None:
         kinds = {adapter: config.peft_type.value for adapter, config in adapters.items()}

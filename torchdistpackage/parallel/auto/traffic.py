@@ -1,8 +1,8 @@
-"""Count the bytes that forwards send, where they are sent.
+"""Count the bytes that forwards send, at the place where they are sent.
 
-A sum counts the bytes of the tensor that is summed, a gather those of the joined tensor. How many
-of them a link carries depends on the algorithm: about twice (n - 1) / n of a sum, (n - 1) / n of a
-gather.
+An all-reduce counts the bytes of the reduced tensor, a gather those of the joined tensor. How many
+of them a link carries depends on the algorithm: about twice (n - 1) / n of an all-reduce, (n - 1) /
+n of a gather.
 """
 
 import math
@@ -18,7 +18,7 @@ from torchdistpackage.comm.primitives import Group
 
 _KINDS = {"all_reduce": "sum", "reduce_scatter": "sum", "all_gather": "gather"}
 SENT = ("sum", "gather")
-"""Kinds that communicate in a forward; "copy" and "split" do so in the backward alone."""
+"""Kinds that communicate in a forward; "copy" and "split" communicate only in the backward."""
 
 
 @dataclass
@@ -34,12 +34,14 @@ class Traffic:
 
 
 counts: Traffic | None = None
-"""The counts to which forwards of all shards of this process add; None: none."""
+"""Counts to which forwards of all shards of this process add, or None."""
 
 
 @contextmanager
 def count_traffic(rank: int = 0) -> Iterator[Traffic]:
-    """Count what the shard `rank` sends in forwards inside. One at a time in a process."""
+    """Count what shard `rank` sends in forwards inside the block. Only one block at a time in a
+    process.
+    """
     global counts, _rank
     counts, _rank = Traffic({}, {}), rank
     try:
@@ -50,9 +52,9 @@ def count_traffic(rank: int = 0) -> Iterator[Traffic]:
 
 @contextmanager
 def counted_forward(group: Group) -> Iterator[None]:
-    """Count the collectives of a forward on this rank, as the flight recorder notes them.
+    """Count the collectives of a forward on this rank, as recorded by the flight recorder.
 
-    The parts of other ranks in a gather are taken to be as large as this rank's.
+    Slices of other ranks in a gather are assumed to be as large as this rank's.
     """
     if counts is None or group.rank() != _rank:
         yield

@@ -1,9 +1,8 @@
 """`prepare_trainer`: Hugging Face's Trainer over the shards of a model, one process each.
 
-The Trainer and the Accelerator in it take every process for a replica with data of its own. Here
-the ranks of a tensor group get the same batches, gradients are averaged over the data axis alone,
-each element counts once in their norm, and what is saved is the model that was split. The rest of
-the Trainer stays as it is.
+The Trainer and its Accelerator treat every process as a replica with its own data. Here the ranks
+of a tensor group get the same batches, gradients are averaged over the data axis only, each element
+counts once in their norm, and the original model is saved. The rest of the Trainer is unchanged.
 """
 
 from typing import Any
@@ -117,7 +116,7 @@ def bare_optimizer(trainer: Any) -> Any:
 
 
 class ShardedAcceleration:
-    """The behaviour of the Accelerator of a prepared Trainer that differs from accelerate's."""
+    """The methods of a prepared Trainer's Accelerator that differ from accelerate's."""
 
     trainer_of_shards: Any
     _gathers_over_data = False
@@ -126,7 +125,7 @@ class ShardedAcceleration:
         self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Prepare a model without torch's data parallelism, which would average over shards too;
-        the model stays where it is.
+        the model stays on its device.
         """
         of_library: Any = super()
         prepared: nn.Module = of_library.prepare_model(model, False, True)
@@ -135,8 +134,8 @@ class ShardedAcceleration:
         return NaiveDDP(prepared, process_group=tpc.get_group("data"))
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Prepare an optimizer, and leave its state where it is: that of a ZeroOptimizer belongs to
-        this rank.
+        """Prepare an optimizer without moving its state: a ZeroOptimizer's state belongs to this
+        rank.
         """
         of_library: Any = super()
         return of_library.prepare_optimizer(optimizer, device_placement=False)

@@ -1,4 +1,4 @@
-"""Context parallelism: the ranks of a group share each sequence, and each holds a part of it.
+"""Context parallelism: the ranks of a group share each sequence, and each holds a slice of it.
 
 In reading order:
 

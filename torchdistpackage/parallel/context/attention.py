@@ -1,4 +1,4 @@
-"""Attention over a sequence that the ranks of a group hold in parts.
+"""Attention over a sequence that is divided among the ranks of a group.
 
 `context_attention` is `F.scaled_dot_product_attention` over the full sequence, for this rank's
 queries. A `ContextPlan` holds all that does not depend on the numbers: which rank holds which
@@ -120,7 +120,7 @@ class ContextPlan:
         return self._to_sequence(_ContextAttention.apply(q, k, v, self._exchange, scoring))
 
     def _to_heads(self, x: Tensor) -> Tensor:
-        """Exchange sequence for heads: (..., H, S_local, D) -> (..., H / ranks, S_block, D),
+        """Exchange sequence for heads: (..., H, S_local, D) -> (..., H / ranks, S_block, D), with
         positions ascending.
         """
         x = collectives.all_to_all(x, -3, -2, self._swap(), join_sizes=self._lengths)
@@ -161,8 +161,8 @@ def _dense(x: Tensor) -> Tensor:
     """Return `x` with a head's channels contiguous, because the kernels read out of bounds
     otherwise.
 
-    torch's own attention checks this before it calls them; these direct calls must. A gradient may
-    be one expanded number, and a batch of one may have any strides.
+    torch's own attention checks this before it calls them; direct calls must do so themselves. A
+    gradient may be one expanded number, and a batch of one may have any strides.
     """
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -255,7 +255,7 @@ def plan_attention(
     q: Tensor,
     k: Tensor,
 ) -> ContextPlan:
-    """Return the plan for these shapes, from a cache of the group or of these documents."""
+    """Return the plan for these shapes, from a cache of the group or of the documents."""
     heads, kv_heads = q.shape[1], k.shape[1]
     key = (order, visibility, comm_type, a2a_size, q.shape, k.shape[1], q.dtype)
     documents = visibility.documents
@@ -294,7 +294,7 @@ def _ranks_per_node(group: Group) -> int | None:
 
 
 def _blocks(group: Group, size: int) -> tuple[Group, Group]:
-    """Return this rank's block of `size` adjacent ranks, and the ranks at its place in every
+    """Return this rank's block of `size` adjacent ranks, and the ranks with its index in every
     block.
     """
     ranks, index = ranks_of(group), group.rank()
@@ -315,7 +315,7 @@ def _own_groups(group: Group) -> Groups:
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast to the dtype in which torch's own attention would run under autocast."""
+    """Cast to the dtype that torch's own attention uses under autocast."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors

@@ -84,7 +84,7 @@ def traffic(
 
 
 def _swapped(attention: AttentionSize, parts: Sequence[Ranges], a2a_size: int) -> int:
-    """Return the bytes that a rank sends in one direction to trade heads for sequence."""
+    """Return the bytes that a rank sends in one direction to exchange heads for sequence."""
     if a2a_size == 1:
         return 0
     longest = max(sum(map(len, part)) for part in parts)
@@ -142,7 +142,7 @@ def choose(
     machine: Machine = GPU,
     order: OrderName = "zigzag",
 ) -> Choice:
-    """Return the exchange with the least time that no computation hides.
+    """Return the exchange with the shortest time that no computation hides.
 
     ranks_per_node: number of adjacent ranks of the group on one node; None: all.
     """

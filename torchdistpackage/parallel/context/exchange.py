@@ -37,15 +37,15 @@ from torchdistpackage.parallel.context.visibility import (
 Pair = tuple[Tensor, Tensor]
 """Keys and values (B, h, T, D), or their gradients."""
 Forward = Callable[[Tasks, Tensor, Tensor], None]
-"""A function that scores the tasks of a part, given its keys and values."""
+"""Computes the scores of the tasks of a slice from its keys and values."""
 Backward = Callable[[Tasks, Tensor, Tensor], Pair]
-"""A function that returns the gradients of a part's keys and values, in at least float32."""
+"""Returns the gradients of a slice's keys and values, in at least float32."""
 
 
 class KeyExchange(Protocol):
-    """An exchange that calls back with every part that this rank's queries see.
+    """An exchange that calls back with every slice that this rank's queries see.
 
-    Forward and backward visit the parts in the same order. `run_backward` returns the gradients of
+    Forward and backward visit the slices in the same order. `run_backward` returns the gradients of
     this rank's own keys and values.
     """
 
@@ -98,7 +98,7 @@ class _HopMessages:
         self.work.wait()
 
     def add_gradients(self, dk: Tensor, dv: Tensor) -> None:
-        """Add the received gradients to the slices of this rank's part that it had sent."""
+        """Add the received gradients to those slices of this rank that it had sent."""
         for total, received in zip((dk, dv), self.grads or (), strict=False):
             start = 0
             for span in self.sent:
@@ -108,7 +108,7 @@ class _HopMessages:
 
 
 class Ring:
-    """An exchange in hops, each rank's part directly from its owner.
+    """An exchange in hops; each slice comes directly from its owner.
 
     parts: the ranges of every rank of the group.
     """
@@ -172,8 +172,10 @@ class Ring:
         return dk, dv
 
     def _run_backward_passing(self, k: Tensor, v: Tensor, backward: Backward) -> Pair:
-        """Return the gradients where parts are passed on: a part's gradients follow it from rank to
-        rank, each of which adds its own, and the last one is the neighbour of the owner.
+        """Return the gradients when slices are passed on.
+
+        The gradients of a slice follow it from rank to rank, each of which adds its own, and the
+        last one is the neighbour of the owner.
         """
         messages = self._post(k, v, 0)
         dk, dv = backward(self._own, k, v)
@@ -192,11 +194,11 @@ class Ring:
         return dk, dv
 
     def _pass(self, parts: Pair, number: int, sums: Pair | None) -> _HopMessages:
-        """Pass on the sums of the gradients of the part of the hop before `number`, and `parts`, if
-        a hop follows.
+        """Pass on the gradient sums of the slice of the hop before `number`, and `parts`, if a hop
+        follows.
 
-        The sums travel in their own type, as each rank would round them again. What comes has
-        the sums of `parts`.
+        The sums travel in their own dtype, because each rank would round them again. The received
+        sums belong to `parts`.
         """
         post, batch = Post(self._group()), _HopMessages(Work())
         if sums is not None:
@@ -300,7 +302,7 @@ class GatheredKeys:
 def _packed(pair: Pair, sent: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
     """Copy the `sent` slices of both tensors into one message.
 
-    One message, because each message wakes a gloo thread on both sides.
+    It is one message because each message wakes a gloo thread on both sides.
     """
     parts = [[x[:, :, span] for span in sent] for x in pair]
     flat, buffers = _room(*pair, sum(part.shape[2] for part in parts[0]), dtype)

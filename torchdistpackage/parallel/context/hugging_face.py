@@ -14,14 +14,14 @@ from torchdistpackage.parallel.context.model import ContextSequence
 from torchdistpackage.parallel.context.visibility import Documents
 
 NAME = "tdp_context"
-"""Name of this attention in transformers, which makes no masks for a name without a mask
+"""Name of this attention in transformers, which makes no mask for a name without a mask
 function.
 """
 _SEQUENCE, _DOCUMENTS = "_tdp_sequence", "_tdp_documents"
 
 
 def attend_over(model: nn.Module, sequence: ContextSequence) -> None:
-    """Let every attention of `model` see the full sequence, of which it gets this rank's part.
+    """Make every attention of `model`, which gets this rank's slice, see the full sequence.
 
     The model must call transformers' attention functions, and get its inputs from `inputs_of`.
     """

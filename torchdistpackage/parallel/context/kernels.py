@@ -23,7 +23,9 @@ _aten = torch.ops.aten
 
 
 class Options(NamedTuple):
-    """Options of one kernel call: factor of the scores, share of weights dropped, causal mask."""
+    """Options of one kernel call: factor of the scores, fraction of weights dropped, causal
+    mask.
+    """
 
     scale: float
     dropout: float = 0.0
@@ -31,7 +33,7 @@ class Options(NamedTuple):
 
 
 Drawn = Any
-"""The random state that a backward needs to drop the same weights again."""
+"""Random state with which a backward drops the same weights again."""
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
@@ -107,7 +109,9 @@ def _flash_backward(grad, q, k, v, out, lse, mask, drawn, options):
 FLASH_CUDA = Kernel("flash", _flash_forward, _flash_backward)
 
 _LSE_ROWS = 32
-"""The memory-efficient kernel reads log-sum-exps in blocks of 32 rows, padded with inf."""
+"""Rows of a block in which the memory-efficient kernel reads log-sum-exps; blocks are padded with
+inf.
+"""
 
 
 def _efficient_forward(q, k, v, mask, options):
@@ -183,8 +187,8 @@ def _hand_backward(grad, q, k, v, out, lse, mask, drawn, options):
 
 
 def _by_key(x: Tensor, k: Tensor) -> Tensor:
-    """Return rows of queries (B, H, S, ...) as those of their heads of keys, (B, h, H / h S, ...),
-    so that a matmul reads each key once.
+    """Group rows of queries (B, H, S, ...) by their key heads, (B, h, H / h S, ...), so that a
+    matmul reads each key once.
     """
     return x.reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
 
@@ -195,7 +199,7 @@ def _by_query(q: Tensor, x: Tensor) -> Tensor:
 
 
 def _kept(weights: Tensor, seed: int, dropout: float) -> Tensor:
-    """Return the dropout factor of each weight: 0, or 1 / (1 - dropout) if it is kept."""
+    """Return the dropout factor of each weight: 0, or 1 / (1 - dropout) if the weight is kept."""
     generator = torch.Generator(weights.device).manual_seed(seed)
     uniform = torch.rand(weights.shape, generator=generator, device=weights.device)
     return (uniform >= dropout).to(weights.dtype) / (1 - dropout)
@@ -207,7 +211,7 @@ BY_HAND = Kernel("by hand", _hand_forward, _hand_backward)
 def _repeated(q: Tensor, x: Tensor) -> Tensor:
     """Repeat the heads of keys or values to the number of query heads, copies side by side.
 
-    The memory-efficient kernel alone needs it: all others take grouped heads.
+    Only the memory-efficient kernel needs it: all others take grouped heads.
     """
     times = q.shape[1] // x.shape[1]
     return x if times == 1 else x.repeat_interleave(times, 1)

@@ -1,4 +1,4 @@
-"""Merging of score rectangles into one softmax, one at a time, and the gradients of each.
+"""Merge score rectangles into one softmax, one at a time, and compute the gradients of each.
 
 A merge weights the outputs of two parts of a softmax by their log-sum-exps (Milakov, Gimelshein,
 arXiv:1805.02867). Sums are kept in at least float32, whatever the dtype of queries and keys:
@@ -64,7 +64,7 @@ class Merged:
         self.drawn: list[Drawn] = []
 
     def add(self, tasks: Tasks, k: Tensor, v: Tensor) -> None:
-        """Merge in the keys (B, h, T, D) and values of a part, for the visible rectangles
+        """Merge in the keys (B, h, T, D) and values of a slice, for the visible rectangles
         `tasks`.
         """
         q = self._q
@@ -94,7 +94,9 @@ class Merged:
 
 
 class Backward:
-    """Gradients of one attention: of each part's keys and values in turn, and of the queries."""
+    """Computes the gradients of one attention: of each slice's keys and values in turn, and of the
+    queries.
+    """
 
     def __init__(
         self,
@@ -110,7 +112,7 @@ class Backward:
         self._dq: Tensor | None = None
 
     def part(self, tasks: Tasks, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of the keys and values of a part; `tasks` in the order of the
+        """Return the gradients of the keys and values of a slice; `tasks` in the order of the
         forward.
         """
         grad, q, out, lse = self._grad, self._q, self._out, self._lse

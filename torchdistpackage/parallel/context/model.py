@@ -1,7 +1,7 @@
 """The attention of a model whose context ranks share its sequences.
 
-A model gets it as an argument of its constructor, as it gets a group. Its layers do not know
-whether they see a full sequence.
+A model gets it as a constructor argument, like a group. Its layers do not know whether they see a
+full sequence.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ from torchdistpackage.parallel.tensor.attention import SequenceAttention, Tokens
 class ContextSequence:
     """A `SequenceAttention` for ranks that each hold equally many tokens of every sequence.
 
-    The tokens of a rank are those that `shard_sequence` gives it.
+    The tokens of a rank are those that `shard_sequence` returns.
 
     comm_type, a2a_size: as in `context_attention`.
     """
@@ -66,7 +66,7 @@ class ContextSequence:
         return self.order(seq_len // self.group.size()).parts[self.group.rank()]
 
     def part(self, x: Tensor) -> Tensor:
-        """Return this rank's part of the sequences `x` (B, S, ...)."""
+        """Return this rank's slice of the sequences `x` (B, S, ...)."""
         size = self.group.size()
         if x.dim() < 2 or x.shape[1] % self.multiple:
             raise LayoutError(
@@ -76,7 +76,7 @@ class ContextSequence:
         return torch.cat([x[:, each.start : each.stop] for each in self.ranges(x.shape[1])], 1)
 
     def place(self, position: int, seq_len: int) -> tuple[int, int]:
-        """Return (index of the rank, offset in its part) of a position of the sequence."""
+        """Return (index of the rank, offset in its slice) of a position of the sequence."""
         for index, part in enumerate(self.order(seq_len // self.group.size()).parts):
             for positions, local in zip(part, places(part), strict=True):
                 if position in positions:

@@ -65,7 +65,7 @@ _OTHERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDeco
 
 
 class _Forward:
-    """A module's forward that runs with attention over parts of sequences."""
+    """A module's forward that runs with attention over slices of sequences."""
 
     def __init__(self, forward: Any, options: dict[str, Any]):
         self._forward, self._options = forward, options

@@ -10,7 +10,7 @@ from torchdistpackage.parallel.context.visibility import places
 
 
 def by_rank(x: Tensor, dim: int, order: SequenceOrder) -> Tensor:
-    """Return the full sequence `x` with the parts of the ranks one after another."""
+    """Return the full sequence `x` with the slices of the ranks one after another."""
     present = in_ranks(order.parts)
     return reordered(x, dim, ascending(present), present)
 

@@ -1,4 +1,4 @@
-"""Functions that cut a sequence into the ranks' parts and gather it, each the other's transpose."""
+"""Cut a sequence into the ranks' slices, and gather it; each function is the other's transpose."""
 
 import torch
 from torch import Tensor

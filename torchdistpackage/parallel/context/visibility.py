@@ -198,7 +198,7 @@ def tasks_of(rows: Ranges, columns: Ranges, visibility: Visibility) -> tuple[Tas
 
 
 def needed(rows: Ranges, columns: Ranges, visibility: Visibility) -> Ranges:
-    """Return those keys of `columns` that some query of `rows` sees."""
+    """Return the keys of `columns` that some query of `rows` sees."""
     return tuple(
         column
         for column in columns
@@ -207,7 +207,7 @@ def needed(rows: Ranges, columns: Ranges, visibility: Visibility) -> Ranges:
 
 
 def places(ranges: Ranges) -> list[slice]:
-    """Return the slice of each range within the part that holds all of them."""
+    """Return the slice of each range within their concatenation."""
     return [slice(*ends) for ends in pairwise(accumulate(map(len, ranges), initial=0))]
 
 

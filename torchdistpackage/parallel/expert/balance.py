@@ -1,7 +1,7 @@
 """Balance of experts: counts of choices, and the losses and biases that follow them.
 
-Counts belong to one sequence, or to all tokens of a step. Both are equal for every layout, unlike
-the counts of one rank's micro-batch.
+Counts belong to one sequence, or to all tokens of a step. Both are independent of the layout,
+unlike the counts of one rank's micro-batch.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ from torchdistpackage.parallel.expert.groups import ExpertGroups
 def balance_of_sequences(
     shape: MoEShape, scores: Tensor, experts: Tensor, groups: ExpertGroups, state: Tensor | None
 ) -> Tensor:
-    """Return `switch_loss` by the choices of each sequence.
+    """Return `switch_loss` for the choices of each sequence.
 
     scores (S, B, E), of which sigmoids are divided by their sum; experts (S, B, k). state: that of
     the balance, where its loss goes by the last step and not by these choices.
@@ -32,7 +32,7 @@ def balance_of_sequences(
 def balance_of_batch(
     shape: MoEShape, scores: Tensor, experts: Tensor, groups: ExpertGroups, state: Tensor | None
 ) -> Tensor:
-    """Return `switch_loss` by the choices of the global batch, or of the last step (`state`)."""
+    """Return `switch_loss` for the choices of the global batch, or of the last step (`state`)."""
     if state is None:
         counts = counts_of(experts, shape.num_experts).sum(0).to(scores.dtype)
         return switch_loss(shape, scores, primitives.all_reduce(counts, groups.batch))
@@ -71,7 +71,7 @@ def counts_of(experts: Tensor, num_experts: int) -> Tensor:
 class LoadCounter:
     """Counts of each expert's choices over the forwards of a step, and of refused choices.
 
-    No buffer: replicas differ in it, and nobody saves it. A copy or a pickle begins anew.
+    It is no buffer: replicas differ in it, and nobody saves it. A copy or a pickle starts at zero.
     """
 
     def __init__(self, num_experts: int):
@@ -88,7 +88,7 @@ class LoadCounter:
             self.total = counts if self.total is None else self.total + counts
 
     def add_dropped(self, number: Tensor) -> None:
-        """Count choices that found no place, but not of a recomputation in the backward."""
+        """Count choices that found no place, except in a recomputation during the backward."""
         if torch._C._current_graph_task_id() == -1:
             self.dropped = number if self.dropped is None else self.dropped + number
 
@@ -125,7 +125,7 @@ class ExpertLoad:
 
     @property
     def dropped_share(self) -> float:
-        """The share of choices that found no place."""
+        """Fraction of choices that found no place."""
         return self.dropped / max(sum(self.choices), 1)
 
     @property
@@ -145,7 +145,8 @@ def routers_in(module: nn.Module) -> dict[str, nn.Module]:
 
 @torch.no_grad()
 def balance_experts(module: nn.Module, group: Group | None = None) -> dict[str, ExpertLoad]:
-    """End a step of every mixture in `module`: add up its counts, update biases and last loads.
+    """End a step of every mixture in `module`: sum its counts, update biases and last loads. Return
+    the load of each router by path.
 
     All ranks call it once a step, after the last backward. group: ranks that see different tokens;
     None: tpc's data and context ranks, or all. By path of each router its load.
@@ -170,7 +171,7 @@ def load_of(numbers: Iterable[float]) -> ExpertLoad:
 def apply_counts(
     routers: Iterable[nn.Module], counts: Iterable[Tensor], valid: Tensor | None = None
 ) -> None:
-    """Move the state of each router's balance by a step's counts (E + 1,).
+    """Update the state of each router's balance from a step's counts (E + 1,).
 
     valid: a bool scalar, whether the step counts; no host waits for it.
     """

@@ -1,7 +1,7 @@
-"""Selection of the choices that find a place, if an expert has only so many per sequence.
+"""Select the choices that find a place when an expert has limited places per sequence.
 
-Each sequence is judged alone, so that no layout changes the dropped choices. Tokens come in order,
-and of one token the better choice first. A choice is dropped when all places are taken.
+Each sequence is judged alone, so the layout does not change which choices are dropped. Tokens come
+in order, and a token's better choice first. A choice is dropped when all places are taken.
 """
 
 import torch

@@ -30,11 +30,11 @@ from torchdistpackage.comm.work import Work
 
 @dataclass(frozen=True)
 class Choices:
-    """The choices of this rank's tokens that are sent, in their order.
+    """The choices of this rank's tokens that are sent, in sending order.
 
-    order: (n,) which choice, token * top_k + place, each row that is sent is, sorted by expert.
-    num_tokens, top_k: of this rank. is_padded: some rows are padding, of choice number
-        num_tokens * top_k, which no token has.
+    order: (n,) the choice, token * top_k + place, of each sent row, sorted by expert. num_tokens,
+    top_k: of this rank. is_padded: some rows are padding, with the choice number num_tokens *
+    top_k, which no token has.
     """
 
     order: Tensor
@@ -73,12 +73,12 @@ class Dispatch(Choices):
 
     @cached_property
     def counts(self) -> Tensor:
-        """The number of rows of each expert of this rank, (experts here,)."""
+        """Number of rows of each expert of this rank, (local experts,)."""
         return self.blocks.sum(0)
 
     @cached_property
     def runs(self) -> list[list[slice]]:
-        """The rows of each expert of this rank as they arrive, one slice from each rank.
+        """The rows of each expert of this rank in order of arrival, one slice from each rank.
 
         A device's host may have to wait for the counts.
         """
@@ -200,7 +200,7 @@ class PendingDispatch:
         return plan, [r for r, row in enumerate(table) if row[num_experts]]
 
     def _padded_plan(self, places: int) -> tuple[Dispatch, list[int]]:
-        """Return the dispatch of `places` rows for each expert; no host reads a device for it."""
+        """Return the dispatch of `places` rows for each expert; no host waits for a device."""
         group, bounds, order = self._group, self._bounds, self._order
         size, index = group.size(), group.rank()
         num_experts_of = [last - first for first, last in pairwise(bounds)]
@@ -259,7 +259,7 @@ class TokenExchange:
             self._edge: Tensor = _BeginExchange.apply(rows, self)
 
     def begin(self, sent: Sequence[int], received: Sequence[int]) -> "TokenExchange":
-        """Send so many rows to each rank, and receive so many from each."""
+        """Send these numbers of rows to each rank, and receive these numbers from each."""
         self.sent, self.received = sent, received
         if self.group.size() == 1 or self._source is None:
             return self
@@ -276,7 +276,7 @@ class TokenExchange:
         return self
 
     def wait(self) -> Tensor:
-        """Return the rows received, (sum of received, D), by rank."""
+        """Wait for the received rows and return them by rank, (sum of received, D)."""
         if self._source is not None:  # it is of a group of one
             return self._source
         return _EndExchange.apply(self._edge, self)
@@ -297,7 +297,7 @@ class TokenExchange:
 
 
 _exchange_streams: PerGroup[Stream] = PerGroup()
-"""Group -> the stream that its exchanges begin on."""
+"""Group -> stream on which its exchanges begin."""
 
 
 def _stream_of(group: Group, streams: CudaStreams) -> Stream:
@@ -309,7 +309,7 @@ def _stream_of(group: Group, streams: CudaStreams) -> Stream:
 class _BeginExchange(torch.autograd.Function):
     """The older half of an exchange: its backward awaits the gradients of the rows.
 
-    Its result has no numbers: an edge of the graph, not a tensor.
+    Its result has no elements: it is an edge of the graph, not data.
     """
 
     @staticmethod
@@ -344,8 +344,8 @@ class _EndExchange(torch.autograd.Function):
 class _Rows(torch.autograd.Function):
     """A copy of each token for each of its choices; the backward adds up a token's gradients.
 
-    It writes each choice's gradient to its place and adds them in the order of places, so it needs
-    no atomic additions.
+    It writes each choice's gradient to its place and adds them in that order, so it needs no atomic
+    additions.
     """
 
     @staticmethod
@@ -388,7 +388,7 @@ class _Combine(torch.autograd.Function):
 
 
 class _Permute(torch.autograd.Function):
-    """A permutation of rows, or its inverse; each is the other's backward."""
+    """A permutation of rows, or its inverse; each is the backward of the other."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, index: Tensor, back: bool) -> Tensor:
@@ -402,7 +402,7 @@ class _Permute(torch.autograd.Function):
 
 
 def _permuted(rows: Tensor, index: Tensor, back: bool) -> Tensor:
-    """Return rows[index], or the rows that this would be made of if `back`."""
+    """Return rows[index], or with `back` the rows of which this would be the result."""
     if not back:
         return rows.index_select(0, index)
     return torch.empty_like(rows).index_copy_(0, index, rows)

@@ -1,8 +1,8 @@
 """The experts of one rank, under names that do not depend on the number of ranks.
 
-A matrix of all experts here is one parameter, (experts here, Dout, Din), so an expert without a
-token has a gradient of zeros and not none. A state dict has them one by one, by their number in the
-whole layer: `3.up.weight`; so it does not depend on how many ranks share the experts.
+Each matrix of all local experts is one parameter, (local experts, Dout, Din), so an expert without
+a token has a gradient of zeros instead of none. A state dict lists them individually, by their
+number in the full layer: `3.up.weight`; so it does not depend on how many ranks share the experts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ from torchdistpackage.parallel.tensor.row_product import share_of_bias
 from torchdistpackage.topology.mesh import Mesh
 
 FUSED = {"gate_up": "gate_up_proj", "up": "up_proj", "down": "down_proj"}
-"""Our name of all experts' matrices -> that of transformers, which stores them alike."""
+"""Our name of all experts' matrices -> transformers' name, which stores them the same way."""
 
 
 class Experts(Marked):
@@ -85,9 +85,9 @@ class Experts(Marked):
         }
 
     def forward(self, rows: Tensor, plan: Dispatch) -> Tensor:
-        """Return the experts' results (n, D) for rows (n, D) in the order of arrival.
+        """Return the experts' results (n, D) for rows (n, D) in order of arrival.
 
-        With tensor ranks the result is this rank's part of a sum over them.
+        With tensor ranks the result is this rank's partial sum.
         """
         if self.shape.gated and not self.shape.bias:
             return gated_mlps(rows, plan, self.gate_up, self.down, self.activation)
@@ -112,7 +112,7 @@ class Experts(Marked):
     # -- names that do not depend on the ranks -----------------------------------------------
 
     def _save_to_state_dict(self, destination, prefix: str, keep_vars: bool) -> None:
-        """Save each expert's part of each parameter under its own name."""
+        """Save each expert's slice of each parameter under its own name."""
         for name, (part, _) in _one_by_one(dict(self.named_parameters()), self.first).items():
             # as torch's own modules: a state dict has no graph unless it is asked for
             destination[prefix + name] = part if keep_vars else part.detach()
@@ -121,7 +121,8 @@ class Experts(Marked):
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
-        """Load experts one by one, whole or as this rank's part, or transformers' fused matrices.
+        """Load experts individually, in full or as this rank's slice, or transformers' fused
+        matrices.
 
         Experts of other ranks are skipped.
         """
@@ -150,8 +151,8 @@ class Experts(Marked):
             unexpected_keys += [prefix + name for name in entries if name not in accepted]
 
     def _cut_of(self, full: Tensor, part: Tensor) -> Tensor | None:
-        """Return the channels of `full`, a matrix of one expert, that `part` holds; None: a
-        misfit.
+        """Return the channels of `full`, one expert's matrix, that `part` holds; None if they do
+        not fit.
         """
         if full.dim() != part.dim():
             return None
@@ -164,12 +165,13 @@ class Experts(Marked):
         return full
 
     def from_full(self, full: nn.Module | Mapping[str, Tensor]) -> "Experts":
-        """Overwrite every parameter with its part of `full`, which may use any known names."""
+        """Overwrite every parameter with its slice of `full`, which may use any known names."""
         self.load_state_dict(full.state_dict() if isinstance(full, nn.Module) else dict(full))
         return self
 
     def to_full(self, fused: bool = False) -> dict[str, Tensor]:
-        """Return copies of all experts of all ranks by name, one by one or `fused` as transformers.
+        """Return copies of all experts of all ranks by name, individually or `fused` as in
+        transformers.
 
         All ranks of both groups call it.
         """
@@ -183,7 +185,7 @@ class Experts(Marked):
 
     @torch.no_grad()
     def _gathered(self, name: str) -> Tensor:
-        """Return the whole parameter of this name, summed from the parts of all ranks."""
+        """Return the full parameter of this name, assembled from the slices of all ranks."""
         layout, x = self.layouts()[name], getattr(self, name).detach()
         full = x.new_zeros(layout.shape)
         for target, local in blocks(layout, self._mesh, self._place):
@@ -194,7 +196,7 @@ class Experts(Marked):
 
 
 def _one_by_one(named: Mapping[str, Tensor], first: int) -> dict[str, tuple[Tensor, str]]:
-    """Return each expert's part of each parameter and the parameter's name, by state-dict name.
+    """Return each expert's slice of each parameter and the parameter's name, by state-dict name.
 
     first: the number of the first expert in `named`.
     """

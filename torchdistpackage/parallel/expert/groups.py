@@ -1,4 +1,4 @@
-"""The groups that a mixture of experts talks to, resolved once when it is created."""
+"""The groups over which a mixture of experts communicates, resolved once when it is created."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,7 @@ from torchdistpackage.ddp.param_spec import batch_group
 class ExpertGroups:
     """The groups of a layer.
 
-    expert: ranks that share the experts. tensor: ranks that share each expert.
-    sequence: ranks that hold parts of the same sequences. batch: ranks that see different tokens.
+    A copy of a layer uses the same groups; a pickle keeps their ranks.
 
     A copy of a layer talks over the same groups; a pickle keeps their ranks.
     """

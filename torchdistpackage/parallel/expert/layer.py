@@ -1,7 +1,8 @@
-"""`MoELayer`: a mixture of experts in place of an MLP, its experts on the ranks of a group.
+"""`MoELayer`: a mixture of experts in place of an MLP, with its experts on the ranks of a group.
 
-Routing is repeated on every tensor rank, on whole sequences; only the experts' products are cut
-there. So the router's gradients are whole, and what each tensor rank dispatches is its own copy.
+Routing is repeated on every tensor rank, on full sequences; only the experts' matmuls are split
+there. So the router's gradients are complete, and each tensor rank dispatches its own copy of the
+tokens.
 """
 
 from collections.abc import Callable
@@ -135,7 +136,7 @@ class MoELayer(Marked):
     def aux_loss(self) -> Tensor:
         """The balance and z-loss of the last forward with coefficients and graph, a scalar.
 
-        It is 0 if the shape has no such loss, and after a forward in eval mode.
+        It is 0 without such a loss, and after a forward in eval mode.
         """
         return torch.zeros(()) if self._last.loss is None else self._last.loss
 
@@ -206,9 +207,9 @@ class MoELayer(Marked):
         return choices.flatten(0, 1)
 
     def _padded_places(self, size: torch.Size) -> int | None:
-        """Return how many rows each expert is sent, of which some are padding; None: no padding.
+        """Return the rows sent to each expert, some of which are padding; None: no padding.
 
-        Batches of a validation may differ between ranks, so there counts say the sizes.
+        Batches of a validation may differ between ranks, so counts determine sizes there.
         """
         return self.shape.padded_rows(size[0], size[1]) if self.training else None
 
@@ -225,7 +226,7 @@ class MoELayer(Marked):
         )
 
     def from_full(self, full: Any) -> "MoELayer":
-        """Overwrite every parameter with its part of `full`, without communication.
+        """Overwrite every parameter with its slice of `full`, without communication.
 
         full: a layer of one process or its state dict, with experts one by one or fused as in
             transformers.
@@ -249,8 +250,8 @@ class MoELayer(Marked):
         return self
 
     def to_full(self, fused: bool = False) -> dict[str, Tensor]:
-        """Return copies of the whole parameters on every rank, by the names of one process's state
-        dict.
+        """Return copies of the full parameters on every rank, under the names of a one-process
+        state dict.
 
         fused: experts as transformers has them. All ranks of the groups call it.
         """
@@ -270,7 +271,7 @@ class MoELayer(Marked):
 
 
 class _LastForward:
-    """The values that a layer keeps from its last forward; copies and pickles start empty."""
+    """Values that a layer keeps from its last forward; copies and pickles start empty."""
 
     loss: Tensor | None = None
 

@@ -1,4 +1,4 @@
-"""Products of a rank's rows with the matrices of their experts.
+"""Matmuls of a rank's rows with the matrices of their experts.
 
 On a device these are torch's grouped matmuls, one for each matrix. On a CPU, where torch's grouped
 matmul is a loop too, experts are computed one after another, each with its whole MLP.
@@ -15,10 +15,10 @@ from torchdistpackage.layout.partition import even_sizes
 from torchdistpackage.parallel.expert.dispatch import Dispatch
 
 _GROUPED = (torch.float32, torch.bfloat16)
-"""Types of torch's grouped product."""
+"""Types that torch's grouped matmul supports."""
 _ROWS = 2048
-"""Largest number of rows that are computed at once, so that the next operation reads from the
-processor's cache what the last one wrote."""
+"""Largest number of rows computed at once, so that the next operation reads the previous result
+from the processor's cache."""
 
 _aten = torch.ops.aten
 
@@ -43,10 +43,10 @@ def gated_mlps(
 
 
 class _SwigluInTurn(torch.autograd.Function):
-    """A SwiGLU for one expert after another, in memory that is reused for the next one.
+    """A SwiGLU that runs expert by expert, in memory that is reused for the next one.
 
-    Kept for the backward are rows and what the first product made of them. What was activated is
-    computed anew there, which costs less than to write it to memory and to read it back.
+    The backward keeps rows and the results of the first matmul. Activations are recomputed there,
+    which costs less than writing them to memory and reading them back.
     """
 
     @staticmethod
@@ -98,7 +98,9 @@ class _SwigluInTurn(torch.autograd.Function):
 
 
 def _pieces(spans: Sequence[slice]) -> list[slice]:
-    """Return the same rows in slices of at most `_ROWS`, of equal size up to 1, at least one."""
+    """Return the same rows in slices of at most `_ROWS`, with sizes that differ by at most 1; at
+    least one slice.
+    """
     pieces: list[slice] = []
     for span in spans:
         if num := span.stop - span.start:
@@ -113,12 +115,12 @@ def _longest(runs: Sequence[Sequence[slice]]) -> int:
 
 
 def _add_product(total: Tensor, first: Tensor, second: Tensor, number: int) -> None:
-    """Add first @ second to `total`; product number 0 overwrites it."""
+    """Add first @ second to `total`; matmul number 0 overwrites it."""
     torch.addmm(total, first, second, beta=min(number, 1), out=total)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Return each row of x times its expert's matrix, (n, Din) -> (n, Dout).
+    """Multiply each row of x by its expert's matrix, (n, Din) -> (n, Dout).
 
     weight (E, Dout, Din). counts: (E,) the number of consecutive rows of each expert.
     """
@@ -161,7 +163,8 @@ class _ContiguousGrad(torch.autograd.Function):
 
 
 class _LoopedProduct(torch.autograd.Function):
-    """The same product as one matmul per expert, for float64 and torch without a grouped matmul.
+    """The grouped matmul as one matmul per expert, for float64 and for torch without grouped
+    matmul.
 
     The host waits for the counts of a device.
     """
@@ -196,5 +199,5 @@ def _split(lengths: list[int], *tensors: Tensor) -> list[tuple[Tensor, ...]]:
 
 
 def bias_rows(bias: Tensor, counts: Tensor, num: int) -> Tensor:
-    """Return the bias of its expert for each of `num` rows, sorted by expert."""
+    """Return each of `num` rows' expert's bias; rows are sorted by expert."""
     return torch.repeat_interleave(bias, counts, dim=0, output_size=num)

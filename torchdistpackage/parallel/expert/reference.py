@@ -1,4 +1,4 @@
-"""A mixture of experts in one process, with a loop over experts, as the definition for tests.
+"""A mixture of experts in one process, with a loop over experts, as the reference for tests.
 
 Tests compare `MoELayer` with it. Nothing here is fast or parallel.
 """
@@ -53,15 +53,16 @@ def reference_layer(
 
 
 def loss_of_sequences(shape: MoEShape, busy: Tensor, share: Tensor) -> Tensor:
-    """Return Switch's loss of each sequence, on average.
+    """Return the mean of Switch's loss over sequences.
 
-    busy (B, E): share of a sequence's choices that each expert got. share (B, E): its mean score.
+    busy (B, E): fraction of a sequence's choices that each expert got. share (B, E): its mean
+    score.
     """
     return shape.num_experts * (busy * share).sum(-1).mean()
 
 
 def loss_of_batch(shape: MoEShape, busy: Tensor, share: Tensor) -> Tensor:
-    """Return Switch's loss by the shares of all choices of the batch."""
+    """Return Switch's loss from the fractions of all choices in the batch."""
     return loss_of_sequences(shape, busy.mean(0, keepdim=True), share)
 
 

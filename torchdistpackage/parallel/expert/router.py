@@ -1,7 +1,8 @@
-"""Router: the experts of each token, and their weights.
+"""The router: it chooses the experts of each token, and their weights.
 
 Logits and scores are float32, or float64 for a float64 model, in every precision of the model: in
-bfloat16 many scores would be equal. Ties go to the lower index, so every layout chooses alike.
+bfloat16 many scores would be equal. Ties go to the lower index, so every layout makes the same
+choices.
 """
 
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ class TopKRouter(nn.Module):
         return {"weight": NORMAL} | ({state: ZEROS} if state else {})
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
-        """Load the weight; a state that the saved layer did not have starts at zero."""
+        """Load the weight; a state that the saved layer lacked starts at zero."""
         key = prefix + self.shape.balancing.state
         if (state := self.balance_state) is not None and key not in state_dict:
             state_dict = {**state_dict, key: torch.zeros_like(state)}

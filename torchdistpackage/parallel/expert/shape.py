@@ -1,8 +1,8 @@
-"""Layouts of a mixture of experts, and what it sends and computes. No torch.
+"""Layouts of a mixture of experts, and its messages and matmuls. No torch.
 
-The experts of a layer are one parameter for each matrix, with the expert as its first dim. That dim
-is cut over the ranks of `expert`, hidden channels over those of `tensor`; lengths differ by one
-where they do not divide. The router and everything shared are whole on every expert rank.
+Each matrix of a layer's experts is one parameter with the expert as its first dim. That dim is cut
+over the ranks of `expert`, hidden channels over those of `tensor`; lengths differ by one if they do
+not divide. The router and everything shared are complete on every expert rank.
 """
 
 from torchdistpackage.layout.balances import BALANCES
@@ -16,14 +16,14 @@ from torchdistpackage.predict.calls import ITEM_BYTES, CallCount
 from torchdistpackage.predict.kernels import Matmul
 
 STATES = tuple(f"router.{spec.state}" for spec in BALANCES.values() if spec.state)
-"""Ends of names of parameters that follow the counts of experts, and get no gradient."""
+"""Suffixes of parameters that follow the counts of experts and get no gradient."""
 
 
 def layouts(shape: MoEShape, dim: int, axis: str = "tensor", sequence_parallel: bool = False):
     """Return the layout of every parameter of a layer, by local name.
 
-    Every rank of a tensor group routes all of its tokens alike, so nothing of the router is a
-    partial sum, even where the sequence is split around the layer.
+    Every rank of a tensor group routes all of its tokens identically, so the router has no partial
+    sums, even if the sequence is split around the layer.
     """
     by_name: Layouts = {"router.weight": Layout("router.weight", (shape.num_experts, dim))}
     if shape.balancing.state:
@@ -69,9 +69,9 @@ def experts_layouts(shape: MoEShape, dim: int, axis: str = "tensor") -> Layouts:
 def numbers(
     shape: MoEShape, place: CallPlace, cuts: Layouts, dim: int, again: bool = True
 ) -> LayerNumbers:
-    """Return what a layer sends and computes where experts are chosen alike.
+    """Return a layer's messages and matmuls if all experts are chosen equally often.
 
-    cuts: its `layouts`. again: see `CallPlace.row`. What a rank keeps the router decides.
+    cuts: its `layouts`. again: see `CallPlace.row`. The router decides what a rank keeps.
     """
     batch, calls = place.of, list[CallCount]()
     padded_rows = shape.padded_rows(batch.tokens, batch.samples) if batch.trains else None

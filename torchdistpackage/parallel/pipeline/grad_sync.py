@@ -40,7 +40,7 @@ class LastBackwardNotifier:
         self._unfinished = set(stages)  # stages with an I or B still to run
 
     def within(self, program: Sequence[ProgramStep]) -> list[ProgramStep]:
-        """Return the program with its last backwards wrapped, so that they notify the reducers."""
+        """Return the program with its last backwards wrapped so that they notify the reducers."""
         last: dict[int, int] = {}
         for index, step in enumerate(program):
             if step.kind is StepKind.COMPUTES and step.action.kind.gives_gradient:

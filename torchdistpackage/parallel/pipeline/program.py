@@ -75,9 +75,11 @@ PREPOST_BYTES = 2**20
 """Receives of up to this many bytes together are always posted early. Each posted receive notifies
 the sender and wakes one of its threads; many notices at a time wake it once."""
 SENDS_KEPT = 2
-"""Most sends in flight if the host waits for them, so that their memory does not grow. On a device
-queue such a wait would stall the computing stream until the peer has received. So there nothing
-waits before the end, and the queue keeps the memory until it is sent (NCCL by `record_stream`)."""
+"""Largest number of sends in flight if the host waits for them, so that their memory does not grow.
+
+On a device queue such a wait would stall the computing stream until the peer has received. So
+nothing waits there before the end, and the queue keeps the memory until it is sent (NCCL by
+`record_stream`)."""
 
 
 class RankProgram:

@@ -36,8 +36,8 @@ Edges = tuple[tuple[Node, int], ...]
 _NO_LEAVES: frozenset[Node] = frozenset()
 
 AT_ONCE_BYTES = 2**20
-"""Bytes of gradients to accumulate in one backward, which costs as much to start as a
-small matmul.
+"""Bytes of gradients to accumulate in one backward, which costs as much to start as a small
+matmul.
 """
 
 _CHECKPOINT = "CheckpointFunction"

@@ -1,7 +1,7 @@
-"""Self-attention with the heads cut over the tensor group, and rotary positions.
+"""Self-attention with the heads divided over the tensor group, and rotary positions.
 
-One rule: a head is never cut. The products for q, k, v are split by columns head by head, each
-rank attends with its own heads over the whole sequence, and the output product sums them.
+A head is never cut. The q, k, v matmuls are split by columns head by head, each rank attends with
+its own heads over the full sequence, and the output matmul sums their results.
 
 Of grouped queries (Ainslie et al., arXiv:2305.13245) each rank gets whole groups, keys and values
 included. Where there are more ranks than groups, several share one: each has some of its query
@@ -87,9 +87,10 @@ def rotary_frequencies(
 
 
 def rotate(x: Tensor, tables: Tables) -> Tensor:
-    """Turn x (..., S, head_dim) by its positions; same dtype as x.
+    """Rotate x (..., S, head_dim) by its positions; the result has the dtype of x.
 
-    tables: for all samples alike, or (B, 1, S, head_dim / 2) each, for x (B, heads, S, head_dim).
+    tables: for all samples alike, or (B, 1, S, head_dim / 2) for each, with x (B, heads, S,
+    head_dim).
     """
     cos, sin = tables
     first, second = x.chunk(2, -1)
@@ -214,9 +215,9 @@ class ParallelAttention(Grouped):
 class Tokens:
     """The tokens that a forward receives, from a sequence of `seq_len`.
 
-    positions: (B, S) or (S,), the places of the tokens here; None: 0 to S - 1.
-    mask: what attention needs to keep documents apart; None: a sample is one document.
-    last_only: of all tokens here only the last needs logits.
+    positions: (B, S) or (S,), the places of the tokens here; None: 0 to S - 1. mask: what attention
+    needs to keep documents apart; None: a sample is one document. last_only: of all tokens here
+    only the last needs logits.
     """
 
     seq_len: int
@@ -226,7 +227,7 @@ class Tokens:
 
 
 class SequenceAttention(Protocol):
-    """A rule for attention over a sequence of which this rank has all tokens, or a part."""
+    """A rule for attention over a sequence of which this rank has all tokens or a slice."""
 
     def tokens(self, num: int, position_ids: Tensor | None, device: torch.device) -> Tokens:
         """Return the tokens of a forward with `num` tokens per sample on this rank.
@@ -237,11 +238,11 @@ class SequenceAttention(Protocol):
         ...
 
     def ranges(self, seq_len: int) -> Sequence[range]:
-        """Return the positions that this rank holds, in the order in which it holds them."""
+        """Return the positions that this rank holds, in local order."""
         ...
 
     def part(self, x: Tensor) -> Tensor:
-        """Return this rank's part of `x` (B, S, ...), which is of the whole sequence."""
+        """Return this rank's slice of the full sequences `x` (B, S, ...)."""
         ...
 
     def place(self, position: int, seq_len: int) -> tuple[int, int]:
@@ -250,7 +251,7 @@ class SequenceAttention(Protocol):
 
     @property
     def multiple(self) -> int:
-        """The number that must divide the length of a sequence."""
+        """Number that must divide the length of a sequence."""
         ...
 
     def __call__(
@@ -268,7 +269,7 @@ class SequenceAttention(Protocol):
 
 
 class WholeSequence:
-    """Attention over a sequence that is whole on this rank."""
+    """Attention over a sequence that this rank holds in full."""
 
     def tokens(self, num: int, position_ids: Tensor | None, device: torch.device) -> Tokens:
         if position_ids is None:
@@ -310,9 +311,9 @@ def attend(
 ) -> Tensor:
     """Return softmax(q k^T / sqrt(d)) v for this rank's heads, (B, h, S, d) each.
 
-    Keys and values may have fewer heads, each for as many consecutive queries' heads.
-    group: whose ranks share the heads, each with dropout masks of its own; None: all are here.
-    mask: instead of `causal`.
+    Keys and values may have fewer heads, each for equally many consecutive query heads. group:
+    ranks that share the heads, each with its own dropout masks; None: all heads are here. mask:
+    replaces `causal`.
     """
     options = {"attn_mask": mask, "is_causal": causal and mask is None, "dropout_p": dropout}
     options["enable_gqa"] = q.shape[1] != k.shape[1]

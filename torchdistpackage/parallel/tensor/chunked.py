@@ -1,7 +1,7 @@
-"""Gathers and reduce-scatters along a sequence in chunks, between which a product computes.
+"""Gathers and reduce-scatters along a sequence in chunks that overlap with a matmul.
 
-A gather begins with all chunks under way; the rows that are here come first, then chunk by chunk
-those of the others. A reduce-scatter sends a chunk as soon as its rows are computed.
+A gather starts all chunks at once; local rows come first, then those of the other ranks chunk by
+chunk. A reduce-scatter sends a chunk as soon as its rows are computed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +17,11 @@ from torchdistpackage.comm.work import Work
 from torchdistpackage.layout.partition import even_sizes
 
 CHUNK_BYTES = 2**17
-"""Smallest slice of a rank in a chunk over gloo: below this a call costs what hiding it saves."""
+"""Smallest slice of a rank in a chunk over gloo: below it, a call costs as much as hiding it
+saves.
+"""
 QUEUED_CHUNK_BYTES = 2**22
-"""The same over NCCL, whose calls are faster and whose links want more; not measured."""
+"""The same over NCCL, whose calls are faster and whose links need larger messages; not measured."""
 MAX_CHUNKS = 4
 
 Rows = slice
@@ -28,9 +30,9 @@ Rows = slice
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """The chunks in which a sequence travels, of which each rank holds a range of rows.
+    """The chunks in which a sequence travels; each rank holds a range of rows.
 
-    rows: by chunk and rank, places in the whole sequence. mine: my run.
+    rows: by chunk and rank, positions in the full sequence. mine: this rank's run.
     """
 
     group: Group
@@ -54,7 +56,7 @@ class Chunks:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows of the whole sequence."""
+        """Number of rows of the full sequence."""
         return self.rows[-1][-1].stop
 
     def sizes(self, chunk: int) -> list[int] | None:
@@ -71,14 +73,14 @@ def num_chunks_of(lengths: Sizes, row_bytes: int, group: Group) -> int:
 
 @dataclass(slots=True, eq=False)
 class Arrivals:
-    """A gather in flight, whose rows are put into `into`. Iterate once."""
+    """A gather in flight that writes its rows into `into`. Iterate once."""
 
     chunks: Chunks
     into: Tensor
     works: list[Work]
 
     def __iter__(self) -> Iterator[Rows]:
-        """Yield the rows that are there; those of this rank first."""
+        """Yield the available rows; those of this rank first."""
         yield self.chunks.mine
         own_rank = self.chunks.group.rank()
         for rows, work in zip(self.chunks.rows, self.works, strict=True):
@@ -107,11 +109,11 @@ def start_gather(x: Tensor, chunks: Chunks) -> Arrivals:
 def start_scatter(
     chunks: Chunks, like: Tensor, compute: Callable[[Rows, Tensor], object]
 ) -> Callable[[], Tensor]:
-    """Start to sum what `compute` makes over ranks, chunk by chunk; call the result for this rank's
-    rows.
+    """Start to reduce-scatter the result of `compute`, chunk by chunk; call the return value for
+    this rank's rows.
 
-    compute: puts some rows of this rank's summand into a tensor (rows, ...). like: of their dtype
-        and shape, but for the first dim.
+    compute: writes some rows of this rank's summand into a tensor (rows, ...). like: gives dtype
+    and shape except the first dim.
     """
     works: list[Work] = []
     for index, rows in enumerate(chunks.rows):

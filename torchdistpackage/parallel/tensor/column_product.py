@@ -1,5 +1,5 @@
-"""Matmuls of a column layer, which overlap the sum of the input's gradient with the weights'
-gradients.
+"""Matmuls of a column layer, whose backward overlaps the input gradient's all-reduce with the
+weight gradients.
 
 They are one node of autograd, whose backward computes the input's gradient, begins to sum it over
 the group, and computes the gradients of the weights meanwhile, as Megatron-LM's does. With
@@ -90,9 +90,10 @@ def column_products(
 
 
 class _ColumnProduct(torch.autograd.Function):
-    """A matmul of x and a weight, whose backward sums the gradient of x over the group meanwhile.
+    """A matmul of x and a weight; its backward overlaps the all-reduce of x's gradient with the
+    other gradients.
 
-    Meanwhile it computes the gradients of weight and bias.
+    During the all-reduce it computes the gradients of weight and bias.
 
     As it is on every step's way, it has no loops: `_ColumnProducts` has them.
     """
@@ -130,7 +131,7 @@ class _ColumnProduct(torch.autograd.Function):
 
 
 class _ColumnProducts(torch.autograd.Function):
-    """Matmuls of x and several weights, with one sum of the gradient of x for all of them."""
+    """Matmuls of x and several weights, with one all-reduce of x's gradient for all of them."""
 
     @staticmethod
     def forward(
@@ -178,8 +179,8 @@ def _differentiable_gradients(
 class _GatheredProducts(torch.autograd.Function):
     """Matmuls of the weights and x gathered along dim 0, with the same backward.
 
-    chunks: in which x comes and its gradient goes, or None. The first result, what was gathered, is
-    there for gradients of gradients alone.
+    chunks: in which x arrives and its gradient leaves, or None. The first result, the gathered x,
+    exists only for gradients of gradients.
     """
 
     @staticmethod
@@ -227,7 +228,7 @@ def _gather_and_multiply(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
 ) -> tuple[Tensor, ...]:
-    """Return x of all ranks, and its products with the weights."""
+    """Return x of all ranks, and its matmuls with the weights."""
     if chunks is None:
         gathered = into(x)
         return gathered, *multiply(gathered, weights, biases)
@@ -247,7 +248,9 @@ def _start_scatter_in_chunks(
     whole: Tensor,
     chunks: Chunks,
 ) -> Callable[[], Tensor]:
-    """Begin to sum the gradients of what was gathered; to be called for this rank's rows."""
+    """Begin to reduce-scatter the gradient of the gathered input; call the result for this rank's
+    rows.
+    """
 
     def rows_of(grad: Tensor | None, rows: Rows) -> Tensor | None:
         return None if grad is None else grad[rows]

@@ -176,7 +176,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _once(inputs: tuple[Tensor, ...], *grads: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients, and refuse a further derivative of them when it is asked for."""
+    """Return the gradients; a further derivative of them is refused when it is requested."""
     return _Once.apply(len(grads), *grads, *inputs) if torch.is_grad_enabled() else grads
 
 

@@ -1,5 +1,5 @@
-"""Divergence of a student's from a teacher's next-token distribution, whose vocabulary tensor ranks
-may share.
+"""Divergence between the next-token distributions of a student and a teacher. Tensor ranks may
+share the vocabulary.
 
 As in the cross entropy (cross_entropy.py) each rank looks at its own columns, a few rows at a time,
 and three all-reduces of a few numbers a token join what the ranks see. The gradient is made from
@@ -11,8 +11,8 @@ generalized Jensen-Shannon divergence of GKD (Agarwal et al., arXiv:2306.13649, 
     D = b sum_c q_c log(q_c / m_c) + (1 - b) sum_c p_c log(p_c / m_c)
     dD / dx_c = (1 - b) p_c (log(p_c / m_c) - sum_j p_j log(p_j / m_j)) / T
 
-At b = 0 it is defined as the forward divergence KL(q || p), and at b = 1 as the reverse one,
-KL(p || q), to which D / b and D / (1 - b) converge there.
+At b = 0 it is defined as the forward divergence KL(q || p), and at b = 1 as the reverse one, KL(p
+|| q), to which D / b and D / (1 - b) converge there.
 
 Of a teacher of which only the k most likely tokens are known, the forward divergence takes as q the
 teacher's distribution among these k, and as p that of the student over all tokens, as axolotl's
@@ -80,7 +80,7 @@ class DivergenceTerms:
         return x.to(log_sum.dtype) / self.temperature - log_sum.unsqueeze(-1)
 
     def log_sums(self, x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Return the log partition functions (number of x, N) of logits x, (N, C) each."""
+        """Return the log partition functions (number of x, N) of logits x, each (N, C)."""
         highest = torch.full((len(x), len(x[0])), -torch.inf, dtype=dtype, device=x[0].device)
         sums = torch.zeros_like(highest)
         if x[0].shape[-1]:
@@ -104,7 +104,7 @@ class DivergenceTerms:
         return student - self.mixture(student, teacher)
 
     def mixture(self, student: Tensor, teacher: Tensor) -> Tensor:
-        """Return log m, which stays finite where p or q is 0 in its precision."""
+        """Return log m, which stays finite even if p or q is 0 in its precision."""
         weights = torch.log(student.new_tensor([1 - self.beta, self.beta]))
         return torch.logaddexp(student + weights[0], teacher + weights[1])
 

@@ -1,8 +1,8 @@
-"""Dropout that knows whether its input is shared or my own.
+"""Dropout for shared inputs and for a rank's own inputs.
 
-One rule: where an activation is whole on every tensor rank the masks must be equal, so they come
-from the common stream; where it is cut (heads, columns, rows of a sequence) they must differ, so
-they come from a fork of it. Both are the same again when a forward is recomputed.
+If an activation is complete on every tensor rank, the masks must be equal, so they come from the
+shared stream; if it is split (heads, columns, rows of a sequence), they must differ, so they come
+from a fork of it. Both are reproduced when a forward is recomputed.
 """
 
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torchdistpackage.parallel.tensor.marked import Grouped
 class Dropout(Grouped):
     """Zero a part `p` of x in training and scale up the rest.
 
-    split: x is this rank's own part of something, so the masks of the group's ranks differ.
+    split: x is this rank's own slice, so the masks of the group's ranks differ.
     """
 
     def __init__(self, p: float, *, split: bool, group: Group | None = None, axis: str = "tensor"):

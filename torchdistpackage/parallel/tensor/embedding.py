@@ -1,8 +1,8 @@
-"""Token embeddings with the vocabulary, or the features, cut over the tensor group.
+"""Token embeddings with the vocabulary, or the features, split over the tensor group.
 
-Of the vocabulary each id is foreign to all ranks but one; the others add zero, so the sum over the
-group is the row, exactly. The vocabulary need not divide: the first ranks hold one row more. Of the
-features each rank looks up its part of every row.
+With a split vocabulary each id belongs to one rank; all others add zero, so the sum over the group
+is exactly the row. The vocabulary need not divide: the first ranks hold one row more. With split
+features each rank looks up its slice of every row.
 """
 
 from dataclasses import replace
@@ -107,7 +107,7 @@ class VocabParallelEmbedding(_Embedding):
 
 
 class FeatureParallelEmbedding(_Embedding):
-    """The same look-up with the table cut along dim: each rank holds a part of every row.
+    """The same look-up with the table split along dim: each rank holds a slice of every row.
 
     gather_output: False leaves the result cut along its last dim, (S, ..., dim/n), for a RowLinear.
     Under sequence parallelism the result is (S/n, ..., dim). Takes `LookupOptions`.
@@ -198,8 +198,8 @@ def feature_embedding(
 ) -> Tensor:
     """Look up ids in this rank's columns of the table (V, its slice of D): (..., its slice of D).
 
-    The parts joined are `F.embedding` of the whole table, with its options; max_norm is the norm of
-    the whole row, for which the group sums once.
+    The joined slices equal `F.embedding` of the full table, with its options; max_norm is the norm
+    of the full row, for which the group sums once.
     """
     max_norm, weight = options.pop("max_norm", None), plain(weight)
     if max_norm is not None:
@@ -245,8 +245,8 @@ def vocab_range(vocab: int, group: Group, sizes: Sizes | None = None) -> tuple[i
 
 
 def check_ids(ids: Tensor, vocab: int, noun: str) -> None:
-    """Refuse ids outside 0..vocab-1 where looking costs nothing: on the CPU. A graph looks when it
-    runs, and raises RuntimeError.
+    """Refuse ids outside 0..vocab-1 if checking is free: on the CPU. A graph checks when it runs,
+    and raises RuntimeError.
 
     Raises:
         DataError: names the smallest and the largest id.

@@ -1,4 +1,4 @@
-"""Products of linear layers in float8, with a scale for each row of either factor.
+"""Matmuls of linear layers in float8, with a scale for each row of either factor.
 
 The row-wise recipe of torchao: x, the weight and the gradient are rounded to e4m3 (Micikevicius et
 al., arXiv:2209.05433) after each row of a factor was scaled to its largest element, for the product
@@ -18,9 +18,9 @@ from torchdistpackage.parallel.tensor.linear import Linear
 
 E4M3 = torch.float8_e4m3fn
 MULTIPLE = 16
-"""Number that must divide both features of a rank's weight, as the GPU's units require."""
+"""Number that must divide both features of a rank's weight, as GPUs require."""
 CAPABILITY = (8, 9)
-"""The first one with float8: Ada, Hopper after it."""
+"""The first compute capability with float8: Ada, later Hopper."""
 
 
 def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def use_float8(module: nn.Module, device: torch.device, recipe: str = "linear") -> list[str]:
-    """Let every ColumnLinear and RowLinear inside multiply in float8; their names.
+    """Make every ColumnLinear and RowLinear inside `module` multiply in float8; return their names.
 
     recipe: `precision.fp8`; off: none does.
 

@@ -1,7 +1,7 @@
 """Frozen weights of linear layers in 4 bits (QLoRA: Dettmers et al., arXiv:2305.14314).
 
-bitsandbytes, of the extra `int8`, rounds and packs them. Each product unpacks its weight anew,
-forward and backward, so that no pass keeps a wide one. Products are torch's own, in the type of x:
+bitsandbytes, of the extra `int8`, quantizes and packs them. Each matmul unpacks its weight again,
+forward and backward, so that no pass keeps a wide one. Matmuls are torch's own, in the type of x:
 in float64 those of bitsandbytes are wrong. Its kernels differ by processor, so each is compared
 with the code book before the first weight is packed, and a table lookup replaces a wrong one.
 """
@@ -17,17 +17,17 @@ from torchdistpackage.errors import ConfigError
 from torchdistpackage.layout.four_bit import BLOCK_SIZE
 
 Kind = tuple[str, torch.dtype, str]
-"""(kind of device, dtype of the weight, quant_type): what bitsandbytes has a kernel for."""
+"""Key of a bitsandbytes kernel: (kind of device, dtype of the weight, quant_type)."""
 _CHECKED: dict[Kind, "KernelVerdict"] = {}
 _ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-"""Largest error of a right kernel, relative to the value: its product may be rounded otherwise."""
+"""Largest relative error of a correct kernel; its result may be rounded differently."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelVerdict:
     """The result of a test of a bitsandbytes kernel on this processor against the code book.
 
-    by_rows: right for whole matrices; by_blocks: right where every row is one block.
+    by_rows: correct for full matrices; by_blocks: correct if every row is one block.
     """
 
     by_rows: bool
@@ -39,7 +39,7 @@ class PackedState:
     """The state that `unpacked` needs besides the values of a weight of this shape.
 
     blocks: the QuantState of bitsandbytes, over rows of one block. has_kernel: bitsandbytes' kernel
-    is right for these; else a table lookup does its work.
+    is correct for these; otherwise a table lookup replaces it.
     """
 
     blocks: Any
@@ -52,7 +52,7 @@ class PackedState:
 
 
 def packed(weight: Tensor, quant_type: str) -> tuple[Tensor, PackedState]:
-    """Return weight (Dout, Din) in 4 bits, two elements a byte, and what unpacks it.
+    """Return weight (Dout, Din) in 4 bits, two elements per byte, and the state that unpacks it.
 
     quant_type: nf4 or fp4. A weight in float64 is first rounded to float32.
 
@@ -66,7 +66,7 @@ def packed(weight: Tensor, quant_type: str) -> tuple[Tensor, PackedState]:
 
 
 def unpacked(values: Tensor, state: PackedState, dtype: torch.dtype) -> Tensor:
-    """Return the weight (Dout, Din) that was rounded.
+    """Return the quantized weight (Dout, Din) in a wide dtype.
 
     The kernel sees rows of one block each: bitsandbytes 0.50 on CPUs with AVX-512 reads the scale
     of a wrong block where the length of a row is no multiple of the block, and compiles a kernel
@@ -88,7 +88,7 @@ def checked_kernel(device: torch.device, dtype: torch.dtype, quant_type: str) ->
 
 
 def kernel_notes() -> list[str]:
-    """Return a line for each kernel of bitsandbytes that this process has found to be wrong."""
+    """Return a line for each bitsandbytes kernel that this process has found to be wrong."""
     if not _CHECKED:
         return []
     from bitsandbytes import __version__
@@ -145,14 +145,14 @@ def _quantized(wide: Tensor, quant_type: str) -> tuple[Tensor, Any]:
 
 
 def _in_blocks(values: Tensor, state: Any) -> Tensor:
-    """Return values (bytes, 1) with the last block filled up, and let every row be a block."""
+    """Return values (bytes, 1) with the last block filled up, as rows of one block each."""
     num_blocks = state.absmax.numel()
     state.shape = torch.Size([num_blocks, BLOCK_SIZE])
     return F.pad(values, (0, 0, 0, num_blocks * BLOCK_SIZE // 2 - values.shape[0]))
 
 
 def _looked_up(values: Tensor, state: PackedState) -> Tensor:
-    """Unpack by the code book alone: element 2i is the high half of byte i."""
+    """Unpack with the code book only: element 2i is the high half of byte i."""
     code, scale = state.blocks.code.float(), state.blocks.absmax
     pairs = torch.stack((code.repeat_interleave(16), code.repeat(16)), dim=-1)
     wide = pairs[values.flatten().int()].flatten()
@@ -190,7 +190,7 @@ class PackedProduct:
 
 
 class PackedLinear(nn.Module):
-    """A whole linear layer that is to have, or has, a weight in 4 bits (`pack_weight`)."""
+    """A full linear layer that has, or will have, a 4-bit weight (`pack_weight`)."""
 
     product: PackedProduct
 
@@ -203,8 +203,10 @@ class PackedLinear(nn.Module):
 
 
 def pack_weight(layer: Any, weight: Tensor, quant_type: str) -> None:
-    """Let a `PackedLinear`, or a ColumnLinear or RowLinear, multiply by this weight (Dout, Din) in
-    4 bits, which is a buffer from here on: no optimizer, sum or checkpoint knows it."""
+    """Make a `PackedLinear`, a ColumnLinear or a RowLinear multiply by this weight (Dout, Din) in 4
+    bits.
+
+    The weight becomes a buffer, unknown to optimizers, gradient reduction and checkpoints."""
     values, state = packed(weight, quant_type)
     del layer.weight
     layer.register_buffer("weight", values, persistent=False)

@@ -1,4 +1,4 @@
-"""Layers from the tensors of a one-process module, and back."""
+"""Convert layers from the tensors of a one-process module, and back."""
 
 from collections.abc import Mapping
 from typing import Self, cast
@@ -20,14 +20,14 @@ Full = nn.Module | Mapping[str, Tensor]
 
 
 class FullTensors:
-    """Loading from, and giving back, the tensors that a module of one process has.
+    """Base class for loading from, and returning, the tensors of a one-process module.
 
     Their names are those of this module's parameters; a subclass with other names for some
     one-process module translates them in `full_names`.
     """
 
     def full_names(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return `tensors` of a one-process module by the names of this module's parameters."""
+        """Return a one-process module's `tensors` under the names of this module's parameters."""
         return tensors
 
     def from_full(self, full: Full) -> Self:
@@ -56,7 +56,7 @@ class FullTensors:
 
 @torch.no_grad()
 def load_full(module: nn.Module, full: Mapping[str, Tensor]) -> None:
-    """Overwrite the parameters of `module` with their parts of `full`, by name.
+    """Overwrite the parameters of `module` with their slices of `full`, by name.
 
     Raises:
         LayoutError: names or shapes differ; lists all.
@@ -83,8 +83,8 @@ def load_full(module: nn.Module, full: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def gather_full(parameter: Tensor, layout: Layout) -> Tensor:
-    """Return a copy of the full parameter on every rank of the group that cuts it; all of them call
-    this.
+    """Return a copy of the full parameter on every rank of the group that splits it; all of them
+    call this.
     """
     mesh, _, group = _place(parameter, layout)
     if group is None or group.size() == 1:
@@ -102,7 +102,7 @@ def gather_full(parameter: Tensor, layout: Layout) -> Tensor:
 
 @torch.no_grad()
 def copy_part(target: Tensor, full: Tensor, layout: Layout, mesh: Mesh, rank: int) -> None:
-    """Overwrite `target`, the shard of `rank`, with its part of the whole tensor.
+    """Overwrite `target`, the shard of `rank`, with its slice of the full tensor.
 
     Raises:
         LayoutError: `full` is not of the layout's shape.
@@ -117,7 +117,7 @@ def copy_part(target: Tensor, full: Tensor, layout: Layout, mesh: Mesh, rank: in
 
 
 def _place(parameter: Tensor, layout: Layout) -> tuple[Mesh, int, Group | None]:
-    """Return the mesh of the group that cuts a parameter, and this rank's place in it."""
+    """Return the mesh of the group that splits a parameter, and this rank's index in it."""
     mark = mark_of(parameter)
     group = None if mark is None else cast(Group | None, mark.group)
     if not layout.split_axes or group is None:

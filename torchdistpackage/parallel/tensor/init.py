@@ -49,7 +49,7 @@ NORMAL, ZEROS, ONES = Initial(), Initial("zeros"), Initial("ones")
 
 @torch.no_grad()
 def fill(x: Tensor, initial: Initial, generator: torch.Generator | None = None) -> Tensor:
-    """Overwrite `x` with what `initial` says and return it."""
+    """Overwrite `x` with the values of `initial` and return it."""
     if initial.constant:
         return x.fill_(1 if initial.kind == "ones" else 0)
     if initial.kind == "normal":
@@ -97,9 +97,10 @@ def parameter(
 def make_parameters(
     layer: Marked, dtype: torch.dtype | None, device: torch.device | str | None
 ) -> None:
-    """Register and mark what a layer with `group` and `axis` declares by `initials()`.
+    """Register and mark the parameters that a layer with `group` and `axis` declares by
+    `initials()`.
 
-    One without a layout, such as a bias that is not wanted, becomes None.
+    One without a layout, such as an omitted bias, becomes None.
     """
     layouts = layer.layouts()
     for name, initial in layer.initials().items():
@@ -111,7 +112,7 @@ def make_parameters(
 
 
 def collect_initials(module: nn.Module) -> dict[str, Initial]:
-    """Return by parameter name what the parts of `module` declare with `initials()`; outer parts
+    """Return, by parameter name, what submodules of `module` declare with `initials()`; outer ones
     win.
     """
     declared: dict[str, Initial] = {}
@@ -131,7 +132,7 @@ def initialize(
     seed: int,
     initials: Mapping[str, Initial] | None = None,
 ) -> None:
-    """Give every declared parameter the initial weights of `seed`, the same under every layout.
+    """Set every declared parameter to the initial weights of `seed`, equal under every layout.
 
     layouts: by parameter name, as `collect` gives them; the seed is mixed with `layout.name`.
     initials: by parameter name; default `collect_initials(module)`. A parameter that is not

@@ -23,11 +23,11 @@ def column(
     parts: tuple[int, ...] = (),
     heads: HeadSplit | None = None,
 ) -> Layouts:
-    """Return the layouts of a linear layer whose output is cut: weight and bias along Dout, evenly
+    """Return the layouts of a linear layer with a split output: weight and bias along Dout, evenly
     or not.
 
-    parts: sizes of fused outputs (q, k, v), each of which is cut by itself.
-    heads: of which Dout, or each part, is made, if it is.
+    parts: sizes of fused outputs (q, k, v), each of which is cut by itself. heads: of which Dout,
+    or each part, is made, if it is.
     """
     shape, split = (dout, din), ((axis,), ())
     options = {"uneven": True, "heads": heads}
@@ -45,8 +45,9 @@ def row(
     sequence_parallel: bool = False,
     heads: HeadSplit | None = None,
 ) -> Layouts:
-    """Return the layouts of a linear layer whose input is cut, evenly or not: the weight along Din;
-    the bias is full and added after the sum.
+    """Return the layouts of a linear layer with a split input: the weight along Din, evenly or not.
+
+    The bias is unsplit and added after the all-reduce.
     """
     options = {"uneven": True, "heads": heads}
     weight = Layout("weight", (dout, din), ((), (axis,)), **options)
@@ -57,14 +58,14 @@ def row(
 
 
 def vocab_embedding(vocab: int, dim: int, axis: str) -> Layouts:
-    """Return the layouts of a table (vocab, dim) cut along the vocabulary, evenly or not: an
+    """Return the layouts of a table (vocab, dim) split along the vocabulary, evenly or not: an
     embedding or output head.
     """
     return {"weight": _table(vocab, dim, ((axis,), ()))}
 
 
 def feature_embedding(vocab: int, dim: int, axis: str) -> Layouts:
-    """Return the layouts of a table (vocab, dim) cut along its features, evenly or not."""
+    """Return the layouts of a table (vocab, dim) split along its features, evenly or not."""
     return {"weight": _table(vocab, dim, ((), (axis,)))}
 
 
@@ -75,7 +76,9 @@ def position(seq_len: int, dim: int, axis: str, sequence_parallel: bool) -> Layo
 
 
 def norm(dim: int, bias: bool, axis: str, sequence_parallel: bool) -> Layouts:
-    """Scale and shift of a norm over the last dim, whole on every rank."""
+    """Return the layouts of the scale and shift of a norm over the last dim, unsplit on every
+    rank.
+    """
     names = ("weight", "bias") if bias else ("weight",)
     partial = _partial(axis, sequence_parallel)
     return {name: Layout(name, (dim,), unreduced=partial) for name in names}
@@ -120,7 +123,7 @@ def mlp(
 ) -> Layouts:
     """Return the layouts of two linear layers with the hidden dim cut between them (`up`, `down`).
 
-    gated: the first makes a gate too, fused with it (`gate_up`, the gate first).
+    gated: the first layer also makes a gate, fused with it (`gate_up`, the gate first).
     """
     up = column(hidden, dim, bias, axis)
     first = prefixed("up", up)

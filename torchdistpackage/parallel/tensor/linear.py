@@ -1,9 +1,9 @@
-"""Products cut over the tensor group: by output columns, then by input rows.
+"""Linear layers split over the tensor group: by output columns, then by input rows.
 
-x -> ColumnLinear -> (anything element-wise or by head) -> RowLinear -> y costs one
-collective on each side. Without sequence parallelism x and y are whole on every rank; with it
-they are cut along dim 0, the sequence. A row's bias is added once, after the sum. `ParallelMlp` is
-such a pair: what stands between the products works on each hidden channel alone.
+x -> ColumnLinear -> (anything element-wise or by head) -> RowLinear -> y costs one collective on
+each side. Without sequence parallelism x and y are whole on every rank; with it they are cut along
+dim 0, the sequence. A row's bias is added once, after the sum. `ParallelMlp` is such a pair: what
+stands between the products works on each hidden channel alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -112,7 +112,7 @@ class Linear(Grouped):
         make_parameters(self, dtype, device)
 
     def problems(self) -> list[str]:
-        """Return why the group cannot share the features that this layer cuts."""
+        """Return why the group cannot share the features that this layer splits."""
         return []
 
     def initials(self) -> dict[str, Initial]:
@@ -127,9 +127,7 @@ class Linear(Grouped):
         raise NotImplementedError
 
     def oriented(self, weight: Tensor) -> Tensor:
-        """Return a weight (Din, Dout) in the order that a matmul takes; one in 4 bits has that
-        order already.
-        """
+        """Return a weight (Din, Dout) in the order of a matmul; a 4-bit one already has it."""
         return weight.t() if weight.is_floating_point() else weight
 
     def extra_repr(self) -> str:
@@ -177,8 +175,9 @@ class ColumnLinear(Linear):
     def side_by_side(
         x: Tensor, layers: "Sequence[ColumnLinear]", sizes: Sizes | None = None
     ) -> Sequence[Tensor]:
-        """Return the results of several such layers of one x, which is gathered once and whose
-        gradient is summed once.
+        """Return the results of several such layers for one x.
+
+        x is gathered once, and its gradient summed once.
         """
         first = layers[0]
         parameters = [layer.parameters_here() for layer in layers]

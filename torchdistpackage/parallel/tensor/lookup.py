@@ -1,7 +1,8 @@
-"""Embeddings of foreign models, split: what they add to a look-up of `nn.Embedding` stays.
+"""Split embeddings of other libraries' models, keeping their additions to `nn.Embedding`.
 
 transformers' embeddings derive from `nn.Embedding`: OPT's positions begin at 2, Gemma's rows are
-scaled. So the split look-up stands between such a class and `nn.Embedding`, in a class of both.
+scaled. So the split look-up is inserted between such a class and `nn.Embedding`, in a class derived
+from both.
 """
 
 from functools import cache
@@ -17,7 +18,7 @@ from torchdistpackage.parallel.tensor.weight_reads import own, read_whole
 
 @read_whole("weight", by_any=True)
 class _SplitLookup(nn.Embedding):
-    """An embedding of which this rank has a part; its result is whole, and equal on all ranks.
+    """An embedding of which this rank has a slice; its result is complete and equal on all ranks.
 
     size: rows, or columns, of the whole table.
     """
@@ -31,7 +32,7 @@ class _SplitLookup(nn.Embedding):
 
 
 class RowLookup(_SplitLookup):
-    """A look-up in a table whose rows are split."""
+    """A look-up in a table with split rows."""
 
     def forward(self, ids: Tensor) -> Tensor:
         options = {"vocab": self.tdp_size, "sizes": self._sizes, "padding_idx": self.padding_idx}
@@ -40,7 +41,7 @@ class RowLookup(_SplitLookup):
 
 
 class ColumnLookup(_SplitLookup):
-    """A look-up in a table whose columns are split."""
+    """A look-up in a table with split columns."""
 
     def forward(self, ids: Tensor) -> Tensor:
         columns = feature_embedding(

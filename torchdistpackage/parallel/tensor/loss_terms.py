@@ -1,8 +1,8 @@
-"""Parts of a cross entropy over split logits: its terms, its targets, a softmax in parts.
+"""Building blocks of a cross entropy over split logits: terms, targets, and a softmax by columns.
 
-Each rank looks at its own columns once, a few rows at a time, and keeps of each row their maximum,
+Each rank reads its own columns once, a few rows at a time, and keeps for each row their maximum,
 the sum of exponentials below it and the target's logit. Two all-reduces join these for all rows.
-The gradient is made from the logits themselves, so no second tensor of their size is kept.
+The gradient is computed in the logits' own memory, so no second tensor of their size is kept.
 
 With p the softmax, t the target, w the class weights, W their sum over the vocabulary of V classes,
 s the label smoothing and z the weight of the log partition function (z-loss of PaLM,
@@ -147,7 +147,7 @@ def reduced(losses: Tensor, targets: LossTargets, reduction: str) -> Tensor:
 
 
 def rows_at_once(x: Tensor) -> Iterator[slice]:
-    """Return slices of rows of x (N, C) that are processed at a time, so that a block stays in the
+    """Return slices of rows of x (N, C) to process at a time, so that a block stays in the
     cache.
     """
     at_once = CACHED_BYTES if x.device.type == "cpu" else BLOCK_BYTES
@@ -156,7 +156,7 @@ def rows_at_once(x: Tensor) -> Iterator[slice]:
 
 
 def look(x: Tensor, smooths: bool, targets: LossTargets) -> Tensor:
-    """Return what the loss needs of this rank's columns x (N, C), as rows of (4, N).
+    """Return the statistics that the loss needs of this rank's columns x (N, C), as rows of (4, N).
 
     Maximum h (-inf without columns), sum of exp(x - h), logit of the target or 0, and with
     smoothing the sum of w_c (x_c - h), where an h of -inf counts as 0.
@@ -182,7 +182,9 @@ def look(x: Tensor, smooths: bool, targets: LossTargets) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxRows:
-    """The numbers that make logits x of N rows a softmax: exp(x - highest) / total. Each (N,)."""
+    """The numbers that turn logits x of N rows into a softmax: exp(x - highest) / total. Each
+    (N,).
+    """
 
     highest: Tensor
     total: Tensor

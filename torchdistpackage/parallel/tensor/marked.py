@@ -1,8 +1,9 @@
-"""The base of modules that say how their parameters are cut, on the parameters themselves.
+"""Base of modules that record on their parameters how these are split.
 
-A mark goes with the Parameter object. So whatever puts another object in its place marks it:
+A mark belongs to the Parameter object. So whatever replaces the object marks the new one:
 registration (also by `load_state_dict(assign=True)`), `_apply` (`to`, `half`, `to_empty`), copies
-and pickles. Children do so first and outer modules after them, as outer ones speak for inner ones.
+and pickles. Children do so first and outer modules after them, because outer modules override inner
+ones.
 """
 
 import copy
@@ -48,11 +49,11 @@ class Marked(FullTensors, nn.Module):
         self._group = group
 
     def layouts(self) -> Layouts:
-        """Return how its parameters are cut, by name; those of children may be among them."""
+        """Return how its parameters are split, by name; those of children may be included."""
         return {}
 
     def mark(self) -> None:
-        """Note on each parameter how it is cut."""
+        """Record on each parameter how it is split."""
         if not self._is_marked:
             self._is_marked = True
             # once its children have theirs, which `assign=True` replaces
@@ -67,8 +68,10 @@ class Marked(FullTensors, nn.Module):
 
     def summed(self, parameter: nn.Parameter | None) -> Tensor | None:
         """Return `parameter` for a forward that sees only this rank's rows or heads, so that its
-        gradient here is a partial sum. The backward sums it over the group, or over the ranks that
-        share the heads, unless a reducer has taken that on.
+        gradient here is a partial sum.
+
+        The backward sums it over the group, or over the ranks that share the heads, unless a
+        reducer does so.
         """
         if parameter is None or is_reduced(parameter):
             return parameter
@@ -91,14 +94,16 @@ class Marked(FullTensors, nn.Module):
         super().__delattr__(name)
 
     def __prepare_scriptable__(self) -> Self:
-        """Raises LayoutError, as TorchScript has no collectives; torch.jit.script asks for it."""
+        """Raise LayoutError, because TorchScript has no collectives; torch.jit.script calls it."""
         raise LayoutError(
             f"torch.jit.script of a {type(self).__name__}, whose forward communicates, which "
             f"TorchScript cannot; script the whole model in one process, or use torch.compile"
         )
 
     def _refuse_parametrization(self, name: str) -> None:
-        """Raises LayoutError where `name` is split: its norm, or mask, is that of the whole."""
+        """Raise LayoutError if `name` is split: its norm, or mask, would be that of the full
+        tensor.
+        """
         layout = self.layouts().get(name) if self._is_marked else None
         if layout is None or not layout.split_axes or self._group is None:
             return
@@ -145,7 +150,7 @@ class Marked(FullTensors, nn.Module):
 
 
 def is_reduced(parameter: nn.Parameter) -> bool:
-    """Return True if a reducer sums its gradient, which is to be this rank's own."""
+    """Return True if a reducer sums its gradient, so the backward must leave this rank's own."""
     return (mark := mark_of(parameter)) is not None and mark.num_reducers > 0
 
 
@@ -154,7 +159,7 @@ def _mark_loaded(module: Marked, incompatible: object) -> None:
 
 
 class Grouped(Marked):
-    """A module with a `group`, given once when it is made, and the mesh `axis` that it lies along.
+    """A module with a `group`, passed once at construction, and the mesh `axis` of the group.
 
     group: None means the group of `tpc` along `axis`, or all ranks where `tpc` is not set up.
     """

@@ -1,8 +1,8 @@
-"""Norms over the last dim, whole on every tensor rank.
+"""Norms over the last dim, unsplit on every tensor rank.
 
-One rule: under sequence parallelism each rank normalises its own rows, so the gradients of
-scale and shift are partial sums, which the layouts say. They are summed over the group in the
-backward, or by a reducer.
+Under sequence parallelism each rank normalises its own rows, so the gradients of scale and shift
+are partial sums, as the layouts say. They are summed over the group in the backward, or by a
+reducer.
 """
 
 import torch
@@ -19,7 +19,7 @@ from torchdistpackage.parallel.tensor.marked import Marked, is_reduced
 
 
 class _Norm(Marked):
-    """The common part of both norms: the group under sequence parallelism, and the layouts."""
+    """Common base of both norms: the group under sequence parallelism, and the layouts."""
 
     def _join(self, sequence_parallel: bool, group: Group | None, axis: str) -> None:
         self.sequence_parallel, self.axis = sequence_parallel, axis
@@ -38,7 +38,7 @@ class _Norm(Marked):
 class LayerNorm(_Norm, nn.LayerNorm):
     """`torch.nn.LayerNorm` over the last dim, with layouts.
 
-    group: needed under sequence parallelism alone; default as in `Grouped`.
+    group: needed only under sequence parallelism; default as in `Grouped`.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""Count what each tensor-parallel layer sends, computes and keeps for one microbatch. No torch.
+"""Count what each tensor-parallel layer sends, computes and keeps for one micro-batch. No torch.
 
 These functions stand beside layouts.py: shapes of matmuls follow from the layouts there, so a
 layer's cut is stated once. Calls are listed forward and backward, which are pairs of autograd
-(comm/collectives.py): what is gathered forward is reduce-scattered backward, and so on. Plans
-and MFU read these numbers, and `tests/models/test_layer_numbers.py` runs each layer and holds its
+(comm/collectives.py): what is gathered forward is reduce-scattered backward, and so on. Plans and
+MFU read these numbers, and `tests/models/test_layer_numbers.py` runs each layer and holds its
 record to them, so a call that nobody counted fails there by the layer's name. Predicted step times
 price matmuls of their own (predict/layer.py); a test holds both to the same FLOPs.
 """
@@ -37,7 +37,7 @@ class LayerNumbers:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of the forward. A multiply-add is two."""
+        """Floating-point operations of the forward. A multiply-add counts two."""
         return sum(matmul.flops for matmul in self.matmuls)
 
     @property
@@ -57,13 +57,13 @@ class LayerNumbers:
 
 
 ONE_TOKEN = Microbatch(1, 1, 1, 0, 1, "float32", "float32", "float32")
-"""One token of a full sequence on one rank: FLOPs of a layer are then those per token."""
+"""One token of a full sequence on one rank, so that FLOPs of a layer are per token."""
 BACKWARD_PER_FORWARD = 2.0
-"""Each matmul has two gradients."""
+"""Backward matmuls for each forward one: each matmul has two gradients."""
 
 
 def _mesh(batch: Microbatch) -> Mesh:
-    """Return the ranks that share a layer; experts are those of a mean rank."""
+    """Return the ranks that share a layer; for experts, those of an average rank."""
     return Mesh((("expert", 1), ("tensor", batch.tensor)))
 
 
@@ -79,7 +79,7 @@ def linear(weight: Layout, batch: Microbatch) -> Matmul:
 
 
 def embedding(place: "CallPlace", dim: int) -> LayerNumbers:
-    """Token vectors by id, from a table cut by rows."""
+    """Return the numbers of an embedding with a table split by rows."""
     batch = place.of
     kept_bytes = {"ids": batch.rows * ITEM_BYTES["int64"]}
     if batch.tensor == 1:
@@ -90,7 +90,7 @@ def embedding(place: "CallPlace", dim: int) -> LayerNumbers:
 
 
 def norm(place: "CallPlace", dim: int, kind: str) -> LayerNumbers:
-    """A norm over the last dim, "layer" or "rms", on this rank's tokens."""
+    """Return the numbers of a norm over the last dim, "layer" or "rms", on this rank's tokens."""
     rows, item = place.rows, ITEM_BYTES[place.of.stream]
     if kind == "layer":
         kept_bytes = {"norm input": rows * dim * item, "norm": 2 * rows * item}
@@ -110,7 +110,8 @@ def attention(
     is_rotary: bool,
     again: bool = True,
 ) -> LayerNumbers:
-    """Self-attention whose heads tensor ranks share, by the layouts of `layouts.attention`.
+    """Return the numbers of a self-attention whose heads tensor ranks share, by
+    `layouts.attention`.
 
     seq_len: keys that a query meets, causal or not. again: see `CallPlace.row`.
     """
@@ -145,7 +146,7 @@ def attention(
 
 
 def rotary(batch: Microbatch, head_dim: int) -> LayerNumbers:
-    """Tables of rotary positions, which all attentions of a stage share."""
+    """Return the numbers of the rotary tables, which all attentions of a stage share."""
     wide = max(ITEM_BYTES[batch.stream], 4)
     return LayerNumbers("rotary", kept={"cosines and sines": batch.tokens * head_dim * wide})
 
@@ -153,7 +154,9 @@ def rotary(batch: Microbatch, head_dim: int) -> LayerNumbers:
 def mlp(
     place: "CallPlace", cuts: Layouts, dim: int, gated: bool, again: bool = True
 ) -> LayerNumbers:
-    """Two matmuls with the hidden dim cut between them, by the layouts of `layouts.mlp`."""
+    """Return the numbers of two matmuls with the hidden dim split between them, by
+    `layouts.mlp`.
+    """
     batch = place.of
     up = linear(cuts["gate_up.weight" if gated else "up.weight"], batch)
     down = linear(cuts["down.weight"], batch)
@@ -184,7 +187,7 @@ def head(place: "CallPlace", weight: Layout, dim: int) -> LayerNumbers:
 
 
 def _pair(place: "CallPlace", dim: int, again: bool) -> tuple[CallCount, ...]:
-    """Return the calls around a column layer and the row layer behind it."""
+    """Return the calls around a column layer and the row layer after it."""
     dtype = place.of.products
     if place.of.tensor == 1:
         return ()
@@ -192,7 +195,7 @@ def _pair(place: "CallPlace", dim: int, again: bool) -> tuple[CallCount, ...]:
 
 
 def _narrow_weights(batch: Microbatch, matmuls: tuple[Matmul, ...]) -> dict[str, int]:
-    """Return the bytes of the copies that autocast makes of weights."""
+    """Return the bytes of the weight copies that autocast makes."""
     if batch.stream == batch.products:
         return {}
     numbers = sum(int(each.n) * int(each.k) for each in matmuls)
@@ -201,10 +204,10 @@ def _narrow_weights(batch: Microbatch, matmuls: tuple[Matmul, ...]) -> dict[str,
 
 @dataclass(frozen=True, slots=True)
 class CallPlace:
-    """The place of a layer in a forward. Calls of the forward come again with a recomputed block.
+    """The place of a layer in a forward. Calls of the forward repeat in a recomputed block.
 
     forward: how often the forward is computed in a step; 2 for a recomputed block. Nothing is sent
-    backward for a tensor without gradient (`has_grad`).
+    backward for a tensor without a gradient (`has_grad`).
     """
 
     of: Microbatch
@@ -232,7 +235,7 @@ class CallPlace:
     def row(
         self, width: int, dtype: str, again: bool = True, has_grad: bool = True
     ) -> Iterator[CallCount]:
-        """Yield the calls around the result, `width` wide, of a layer cut by inputs. again: a
+        """Yield the calls around the result, `width` wide, of a layer split by inputs. again: a
         recomputed block needs the result again."""
         number = self.forward if again else 1
         if self.sequence_parallel:
@@ -242,7 +245,7 @@ class CallPlace:
             yield self._sum(width, dtype, number)
 
     def joined(self, width: int, dtype: str) -> Iterator[CallCount]:
-        """Yield the call that gathers outputs, of which this rank has `width` columns."""
+        """Yield the call that gathers outputs, `width` columns of which are on this rank."""
         yield self._call("all_gather", self.of.rows * width, dtype, "outputs", self.forward)
 
     def experts(
@@ -269,12 +272,12 @@ class CallPlace:
         return self._gather(width, dtype)
 
     def shared_sequence(self, width: int, dtype: str, has_grad: bool = True) -> CallCount:
-        """Return the call that gathers gradients where a sequence was cut into slices."""
+        """Return the call that gathers gradients after a sequence was cut into slices."""
         return self._gather(width, dtype, int(has_grad and self.of.trains))
 
     def loss(self) -> Iterator[CallCount]:
-        """Yield the calls of a loss of logits cut by columns: each token's largest logit, then two
-        sums over its logits, or three with label smoothing."""
+        """Yield the calls of a loss over column-split logits: a maximum, then two all-reduces of
+        sums, or three with label smoothing."""
         batch, label = self.of, "of the softmax of the loss"
         tokens, number = (batch.tokens, batch.samples) if batch.by_row else (batch.rows, 1)
         yield self._call("all_reduce", tokens, batch.losses, label, number)
@@ -303,8 +306,8 @@ def dispatch(
     forward: int,
     padded_rows: int | None = None,
 ) -> Iterator[CallCount]:
-    """Yield the calls of a block whose experts ranks share: counts of tokens, the tokens and their
-    results.
+    """Yield the calls of a block with experts shared by ranks: counts of tokens, the tokens and
+    their results.
 
     The router decides how many rows come to a rank; a mean rank gets as many as it sends. dtypes:
     of tokens and of results. forward: see `CallPlace`. padded_rows: of each expert; then no counts

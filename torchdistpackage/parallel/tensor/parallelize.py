@@ -1,4 +1,4 @@
-"""Layers of this package in place of those of a model that knows nothing of tensor parallelism.
+"""Replace layers of a model that knows nothing of tensor parallelism by layers of this package.
 
 `parallelize` follows a table (layout/table.py). Column layers that read one input, as q, k and v
 do, share its *entrance*: a hook of the module around them brings the input together and, backward,
@@ -31,9 +31,9 @@ from torchdistpackage.parallel.tensor.stacked import split_stacked
 from torchdistpackage.topology.mesh import Mesh
 
 _ADAPTED = ".base_layer"
-"""Name of the layer that one of peft's layers adapts."""
+"""Name of the layer that a peft layer adapts."""
 _ADAPTER_NAME = ".default"
-"""The part of a parameter's name between an adapter's factor and its weight."""
+"""Component of a parameter's name between an adapter's factor and its weight."""
 
 
 def parallelize(
@@ -110,7 +110,7 @@ class _LayerSwap:
             self.modules[path].register_forward_pre_hook(entrance, with_kwargs=True)
 
     def _layer(self, path: str) -> nn.Module | None:
-        """Return the layer at `path`, inside its adapter if it has one; None: it is not in this
+        """Return the layer at `path`, inside its adapter if it has one; None if it is not in this
         module.
         """
         layer = self.modules.get(path + _ADAPTED) or self.modules.get(path)
@@ -155,7 +155,7 @@ class _LayerSwap:
         return row, row.layouts()
 
     def _join(self, path: str, cut: LayerCut, column: nn.Module) -> None:
-        """Let all ranks have all outputs of a column layer, with those of its adapter."""
+        """Give all ranks all outputs of a column layer, including those of its adapter."""
         dim, num = int(cut.transposed), self.group.size()
         sizes = [local_shape(cut.weight, self.mesh, index)[dim] for index in range(num)]
         behind = self.modules[path] if self._is_adapted(path) else column
@@ -177,7 +177,7 @@ class _LayerSwap:
 
 @dataclass(frozen=True, slots=True)
 class _Entrance:
-    """The input of a module, its first argument, for column layers whose products are local."""
+    """Handles the input of a module, its first argument, for column layers with local matmuls."""
 
     group: Group
     sequence_parallel: bool
@@ -198,7 +198,7 @@ class _Entrance:
 
 @dataclass(frozen=True, slots=True)
 class _Exit:
-    """The sum of what the ranks' parts of an adapted row layer make, and the layer's bias."""
+    """Sums the ranks' results of an adapted row layer, and adds the layer's bias."""
 
     group: Group
     layer: RowLinear
@@ -213,7 +213,7 @@ class _Exit:
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """All outputs of a column layer; sizes: what each rank has of them."""
+    """Gathers all outputs of a column layer; sizes: those that each rank has."""
 
     group: Group
     sizes: tuple[int, ...]
@@ -227,14 +227,15 @@ def _argument_names(module: nn.Module) -> list[str]:
 
 
 def _sequence_dim(x: Tensor) -> int:
-    """Return the sequence dim of (B, S, D); for rows (N, D) that is the rows' dim: all ranks have
-    equally many, and get their own back.
+    """Return the sequence dim of (B, S, D).
+
+    For rows (N, D) it is the rows' dim: all ranks have equally many, and get their own back.
     """
     return x.dim() - 2
 
 
 def _count_heads(attention: nn.Module, cut: AttentionCut, group: Group) -> None:
-    """Let a module work on this rank's heads; attributes that this release lacks are left out."""
+    """Make a module work on this rank's heads; attributes that this release lacks are skipped."""
     for name, value in cut.on_rank(group.size(), group.rank()).items():
         if hasattr(attention, name):
             setattr(attention, name, value)
@@ -248,8 +249,7 @@ def _count_heads(attention: nn.Module, cut: AttentionCut, group: Group) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _HeadsHere:
-    """Replace arguments that hold a value for each of `total` heads by the slice of this rank's
-    heads.
+    """Replaces arguments with a value for each of `total` heads by the slice of this rank's heads.
 
     places: by name the position of each. first, num: this rank's heads.
     """

@@ -1,6 +1,7 @@
-"""Products of several weights with one input, and the gradients of each factor.
+"""Matmuls of several weights with one input, and the gradients of each factor.
 
-Free of communication and of autograd's nodes, which column_product.py and row_product.py make.
+It contains neither communication nor autograd nodes; column_product.py and row_product.py add
+these.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,18 +22,17 @@ def multiply(
     biases: Sequence[Tensor | None],
     product: Product = F.linear,
 ) -> list[Tensor]:
-    """Return the product of x with each weight."""
+    """Multiply x by each weight; return the results."""
     return [product(x, w, b) for w, b in zip(weights, biases, strict=True)]
 
 
 def input_gradient(
     grads: Sequence[Tensor | None], weights: Sequence[Tensor], other: Tensor | None = None
 ) -> Tensor | None:
-    """Return the gradient of x, by which all weights were multiplied, plus another one; None: there
-    is none.
+    """Return the gradient of x, the input of all weights, plus another one; None: there is none.
 
-    The last product comes first: so autograd adds the gradients of an input that layers read one
-    after another, and a sum of floating-point numbers depends on its order.
+    The last matmul comes first, because autograd adds the gradients of an input read by several
+    layers in that order, and a sum of floating-point numbers depends on its order.
     """
     total = other
     for grad, weight in zip(reversed(grads), reversed(weights), strict=True):
@@ -45,7 +45,7 @@ def input_gradient(
 def autocast(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor | None]]:
-    """Return the tensors in the dtype in which matmuls are computed under autocast."""
+    """Return the tensors in the dtype that matmuls use under autocast."""
     dtype = torch.get_autocast_dtype(x.device.type)
 
     def cast(t: Tensor) -> Tensor:
@@ -77,9 +77,9 @@ def parameter_gradients(
     weights: Sequence[Tensor],
     needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Return the gradients of the weights that x was multiplied by, and then of the biases, if any.
+    """Return the gradients of the weights that multiplied x, then of the biases, if any.
 
-    grads: of the products. needs_grad: whether that of each weight and bias is.
+    grads: of the results. needs_grad: whether each weight and bias needs one.
     """
     rows, of_weights, of_biases = as_matrix(x), list[Tensor | None](), list[Tensor | None]()
     for_biases = needs_grad[len(weights) :] or (False,) * len(weights)
@@ -99,10 +99,10 @@ def parameter_gradients(
 def deferred(node: Any, argument: int, first: int) -> tuple[Any, ...]:
     """Return how to compute the gradient of parameter number `argument`, from 1, later.
 
-    The node has saved x and its weights. The answer is the number of the result whose gradient is
+    The node has saved x and its weights. The result is the number of the matmul whose gradient is
     needed, a formula of x and that gradient, and its options.
 
-    first: the number of the first product among the results.
+    first: number of the first matmul among the results.
     """
     weights = node.saved_tensors[1:]
     number = (argument - 1) % len(weights)
@@ -112,9 +112,9 @@ def deferred(node: Any, argument: int, first: int) -> tuple[Any, ...]:
 
 
 def weight_gradient(rows: Tensor, grad: Tensor, by_rows: bool) -> Tensor:
-    """Return the gradient of a weight from rows (N, Din) and the gradient of the product (N, Dout).
+    """Return the gradient of a weight from rows (N, Din) and the gradient of the matmul (N, Dout).
 
-    by_rows: how the memory of the weight lies, and so what autograd takes its gradient in.
+    by_rows: memory order of the weight, in which autograd computes its gradient.
     """
     return grad.t().mm(rows) if by_rows else rows.t().mm(grad).t()
 

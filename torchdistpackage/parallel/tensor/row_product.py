@@ -1,7 +1,7 @@
-"""The product of a row layer, and its sum over the group.
+"""The matmul of a row layer, and its all-reduce over the group.
 
-With `overlap` it is one node of autograd, whose rows travel in chunks (chunked.py) both ways,
-between which the products compute; column_product.py tells what else holds for both.
+With `overlap` it is one autograd node whose rows travel in chunks (chunked.py) both ways,
+overlapping the matmuls; column_product.py describes the rest.
 """
 
 from typing import Any
@@ -84,17 +84,17 @@ def row_product(
 
 
 def share_of_bias(bias: Tensor, num_ranks: int) -> Tensor:
-    """Return what each rank adds to its part of a sum, so that the sum has `bias` once.
+    """Return what each rank adds to its partial sum, so that the sum includes `bias` once.
 
-    Its gradient is that of the whole bias, and equal on all ranks, so nobody sums it.
+    Its gradient is that of the full bias, and equal on all ranks, so nobody sums it.
     """
     return bias - (bias * (1 - 1 / num_ranks)).detach()
 
 
 class _RowProduct(torch.autograd.Function):
-    """My rows of the sum over the group of x W^T; both ways the rows travel in `chunks`.
+    """This rank's rows of the group's sum of x W^T; both ways the rows travel in `chunks`.
 
-    A deferred gradient of W needs the gradient of all rows, which this backward brings together.
+    A deferred gradient of W needs the gradient of all rows, which this backward gathers.
     """
 
     @staticmethod
@@ -132,21 +132,21 @@ class _RowProduct(torch.autograd.Function):
 
 
 class _Gathered:
-    """The gradient of all rows of a row product, kept where that of its weight comes later."""
+    """The gradient of all rows of a row layer's matmul, kept if that of its weight comes later."""
 
     def __init__(self) -> None:
         self.is_awaited = False
         self.grad: Tensor | None = None
 
     def take(self) -> Tensor:
-        """Return the gradient and let go of it."""
+        """Return the gradient and drop the reference."""
         grad, self.grad = self.grad, None
         assert grad is not None
         return grad
 
 
 def _deferred_row_gradient(x: Tensor, grad: Tensor, gathered: _Gathered, by_rows: bool) -> Tensor:
-    """Return the gradient of the weight; `grad` is that of this rank's rows alone."""
+    """Return the gradient of the weight; `grad` is that of this rank's rows only."""
     return later_weight_gradient(x, gathered.take(), by_rows)
 
 
@@ -160,8 +160,10 @@ def _multiply_and_scatter(x: Tensor, weight: Tensor, chunks: Chunks) -> Tensor:
 
 
 class _ScatterAdd(torch.autograd.Function):
-    """The sum over the group, scattered, plus a bias. The backward gathers the gradients of all
-    rows, so that of the bias needs no message of its own."""
+    """The reduce-scatter over the group, plus a bias.
+
+    The backward gathers the gradients of all rows, so the bias's gradient needs no separate
+    message."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, scatter: ReduceScatter) -> Tensor:

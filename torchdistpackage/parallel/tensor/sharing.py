@@ -1,7 +1,7 @@
-"""Heads that several ranks of a group share: each of these has a part of their gradient.
+"""Heads shared by several ranks of a group, each of which computes a partial gradient.
 
-The sum runs over the group that cuts the parameter, every rank putting its part where its heads are
-in the whole: that needs no group of its own.
+The sum runs over the group that splits the parameter; each rank adds its part at the position of
+its heads in the full tensor, so no separate group is needed.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ def copy_to_sharing(parameter: Tensor, layout: Layout, group: Group) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _CopyToSharing:
-    """A copy for each of the ranks that share, whose backward sums their gradients."""
+    """A copy for each of the sharing ranks, whose backward sums their gradients."""
 
     group: Group
     heads: HeadSplit
@@ -42,7 +42,7 @@ class _CopyToSharing:
 
 @dataclass(frozen=True, slots=True)
 class _SumOverSharing:
-    """A sum over the ranks that share, whose backward copies the gradient."""
+    """A sum over the sharing ranks, whose backward copies the gradient."""
 
     group: Group
     heads: HeadSplit

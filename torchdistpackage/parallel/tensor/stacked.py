@@ -1,8 +1,9 @@
-"""Experts of foreign models whose matrices are stacked in one module: cut inside, in place.
+"""Split experts of other libraries' models, whose matrices are stacked in one module, in place.
 
-Each rank has some hidden channels of every expert. The module's own forward makes a part of the
-result of them; what it is given is copied in, so that gradients are summed, and its result is added
-up. A bias of the result is whole on all ranks, and each adds its share (`share_of_bias`).
+Each rank has some hidden channels of every expert. The module's own forward computes a partial
+result from them; its input is copied in, so that gradients are summed, and its result is
+all-reduced. A bias of the result is unsplit on all ranks, and each adds its fraction
+(`share_of_bias`).
 """
 
 from collections.abc import Callable, Mapping
@@ -24,9 +25,9 @@ def split_stacked(
     group: Group,
     shard: Callable[[nn.Parameter, Layout], nn.Parameter],
 ) -> None:
-    """Cut the parameters of `module` by `layouts`, of all of them by name.
+    """Split the parameters of `module` by `layouts`, which lists all of them by name.
 
-    shard: this rank's part of a parameter.
+    shard: returns this rank's shard of a parameter.
     """
     shared: list[str] = []
     for name, layout in layouts.items():
@@ -42,7 +43,9 @@ def split_stacked(
 
 @dataclass(frozen=True, slots=True)
 class _ExpertsInput:
-    """Inputs for products of a part of the channels. shared: names of the biases on all ranks."""
+    """Handles inputs of matmuls over some of the channels. shared: names of the biases on all
+    ranks.
+    """
 
     group: Group
     shared: tuple[str, ...]
@@ -63,7 +66,7 @@ class _ExpertsInput:
 
 @dataclass(frozen=True, slots=True)
 class _ExpertsResult:
-    """The sum of the ranks' parts."""
+    """Sums the ranks' partial results."""
 
     group: Group
     shared: tuple[str, ...]

@@ -1,8 +1,9 @@
-"""Cross entropy of split logits as a graph computes it, by the formula of loss_terms.py.
+"""Cross entropy of split logits in graph form, by the formula of loss_terms.py.
 
-Its parts are operations that autograd derives, so a compiler fuses them: what each rank sees of its
-own columns, and two sums over the group. Of logits that never exist as a whole, that look is one
-operator, which multiplies chunk by chunk, and again in the backward; it does not communicate.
+It consists of operations that autograd differentiates, so a compiler fuses them: statistics of each
+rank's own columns, and two all-reduces over the group. For logits that never exist in full, the
+statistics are one operator, which multiplies chunk by chunk, and again in the backward; it does not
+communicate.
 """
 
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def _joined(stats: Tensor, terms: LossTerms, targets: LossTargets) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Largest:
-    """No linear map, but an operator as these are; nothing goes backwards through it."""
+    """An operator for the maximum: not a linear map, and without a gradient."""
 
     group: Group
 

@@ -1,4 +1,4 @@
-"""Weights of split layers, read by code outside of the layer: whole there, as in one process.
+"""Weights of split layers, read by code outside of the layer: complete there, as in one process.
 
 Some modules compute with `layer.weight` themselves: torch's TransformerEncoderLayer and
 MultiheadAttention in their fast paths, or, in a model that knows nothing of its split, a head that
@@ -39,13 +39,14 @@ CALLS = ("forward", "_call_impl")
 """Functions of a module that run in a forward; hooks run in the second."""
 PACKAGE = __name__.partition(".")[0] + "."
 RESUMED = "torch_dynamo_resume_in_"
-"""Prefix of the name of a function at which a graph broke off; `_at_` and a line follow the name.
+"""Prefix of the name of a function at which a graph was interrupted; `_at_` and a line follow the
+name.
 """
 CHECKPOINT = "torch/utils/checkpoint.py"
 
 
 class SplitWeight(Tensor):
-    """The part of a weight, which operations get whole by `join`."""
+    """A slice of a weight that operations read in full through `join`."""
 
     join: Callable[[Tensor], Tensor]
 
@@ -65,7 +66,7 @@ class SplitWeight(Tensor):
             return func(*args, **named)
 
     def write(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Raises LayoutError: a plan says nothing of what a forward writes."""
+        """Raise LayoutError, because a plan does not cover what a forward writes."""
         raise LayoutError(
             f"a forward writes to the weight of a layer that is split, of shape "
             f"{tuple(plain(self).shape)} on this shard, by {func.__name__}; write before "
@@ -116,7 +117,7 @@ class LayerWeight(SplitWeight):
         return super().__torch_function__(func, types, args, kwargs)
 
     def write(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Write to the whole, of which this rank keeps its part."""
+        """Write to the full weight; this rank keeps its slice."""
         join, part = self.join, plain(self)
         if func == Tensor.data.__get__:
             return layer_weight(part.detach(), join)
@@ -140,9 +141,9 @@ def layer_weight(part: Tensor, join: "JoinParts") -> LayerWeight:
 
 
 class JoinParts:
-    """Joins the parts of a weight that a group splits; the gradient is this rank's part of it.
+    """Joins the slices of a weight that a group splits; its gradient is this rank's slice.
 
-    is_partial: each rank computes with rows of its own, so gradients are summed first.
+    is_partial: each rank computes with its own rows, so gradients are summed first.
     """
 
     def __init__(self, layout: Layout, group: Group, is_partial: bool):
@@ -159,7 +160,7 @@ class JoinParts:
         return joined if order is None else joined.index_select(dim, order.to(part.device))
 
     def write(self, part: Tensor, full: Tensor) -> None:
-        """Overwrite this rank's part."""
+        """Overwrite this rank's slice."""
         copy_part(part, full, self.layout, _mesh(self.layout, self.group.size()), self.group.rank())
 
 
@@ -188,10 +189,10 @@ def _mesh(layout: Layout, num: int) -> Mesh:
 
 
 def read_whole(*names: str, by_any: bool = False) -> Callable[[type], type]:
-    """Decorate a class of split layers, so that forwards of torch's modules read these parameters
-    in full.
+    """Decorate a class of split layers so that forwards of torch's modules read these parameters in
+    full.
 
-    by_any: forwards of any other module do, because the model knows nothing of its split.
+    by_any: forwards of any other module do, because the model does not know that it is split.
     """
 
     def decorate(layer: type) -> type:
@@ -203,7 +204,7 @@ def read_whole(*names: str, by_any: bool = False) -> Callable[[type], type]:
 
 
 def own(layer: nn.Module, name: str) -> Any:
-    """Return the parameter or buffer of that name as the layer itself computes with it."""
+    """Return the parameter or buffer of that name in the form that the layer itself uses."""
     attributes = layer.__dict__
     if name in attributes:  # a tensor that stands in for a parameter
         return attributes[name]
@@ -238,7 +239,7 @@ def _property(name: str, by_any: bool) -> property:
 
 
 def _is_read_outside(layer: nn.Module, by_any: bool) -> bool:
-    """Return True if the forward of another module, of torch or any, reads a parameter of `layer`
+    """Return True if another module's forward, torch's or any, is reading a parameter of `layer`
     now.
     """
     if (

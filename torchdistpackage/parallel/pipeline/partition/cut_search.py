@@ -25,11 +25,11 @@ KEPT = (4, 48)
 whose answer bounds the second, and in the second. Of 48,769 random cases of up to twelve pieces one
 missed a better cut, by 0.04 %."""
 MOST_TRIED = 250_000
-"""Most partial cuts that a search may try, half a second. Larger chains are not searched
-in full.
+"""Largest number of partial cuts that a search may try, half a second. Larger chains are not
+searched completely.
 """
 MOST_NEAR = 100_000
-"""Most partial cuts that all searches near a known cut may try together."""
+"""Largest number of partial cuts that all searches near a known cut may try together."""
 MOVES, WALKS = 70_000, 2
 """Moves of single edges in a walk, and number of walks. Of 50 random chains with up to four times
 MOST_TRIED partial cuts, 4 had the same busiest rank as after a full search, 25 a less busy one and
@@ -115,7 +115,9 @@ class PartitionProblem:
             near += 1
 
     def _tried(self, num_edges: int, num_kept: int) -> int:
-        """Return the most partial cuts of a search in which stages may end at `num_edges` edges."""
+        """Return the largest number of partial cuts of a search in which stages may end at
+        `num_edges` edges.
+        """
         placement = self.placement
         stages, chunks = max(len(placement), 1), max(map(placement.count, placement), default=1)
         if chunks < 2:
