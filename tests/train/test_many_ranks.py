@@ -202,7 +202,7 @@ def bills_of(start: Start, num_ranks: int, folder: Path) -> list[tuple[list[Bill
     return [([Bill(*x) for x in bills], files, sizes) for bills, files, sizes in told]
 
 
-@pytest.mark.parametrize(("few", "many"), [(4, 12), pytest.param(32, 64, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("few", "many"), [(4, 8), pytest.param(32, 64, marks=pytest.mark.full)])
 def test_what_a_rank_asks_of_the_store_does_not_grow_with_the_ranks(start, tmp_path, few, many):
     at = {n: bills_of(start, n, tmp_path / f"{n}") for n in (few, many)}
     for phase in range(4):
