@@ -10,13 +10,21 @@ from torch import Tensor, nn
 
 from tests.data.texts import WORDS, save_lines, save_tokenizer
 from tests.train import parity
-from tests.train.preference_ranks import preferred, trainer, whole
+from tests.train.preference_ranks import RUN as PAIRS
+from tests.train.preference_ranks import preferred
 from tests.train.test_transformers import MODELS
-from tests.train.transformers_ranks import Answer, everywhere_float64, expect_answers, save_model
+from tests.train.transformers_ranks import (
+    Answer,
+    adam_of,
+    everywhere_float64,
+    expect_answers,
+    save_model,
+    set_rate,
+    whole,
+)
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.train.build import build_data
-from torchdistpackage.train.learning_rate import warmup_cosine
 
 RANKS_IMPORT = ("peft",)
 LOSS = "{loss: kto, beta: 0.7, desirable_weight: 1.5, undesirable_weight: 0.5}"
@@ -51,17 +59,13 @@ def of_formula(overrides: list[str]):
     """`preferred` by the formula, on transformers' model in one process."""
     from transformers import AutoModelForCausalLM
 
-    section = parity.config([*trainer.__globals__["RUN"], *overrides])
-    options, optim, seed = section.train.dpo, section.optim, section.run.seed
+    section = parity.config([*PAIRS, *overrides])
+    options, seed = section.train.dpo, section.run.seed
     model = AutoModelForCausalLM.from_pretrained(section.model.hf, dtype=torch.float64).train()
     reference = copy.deepcopy(model).eval()
     data = build_data(make_plan(section, 1))
     named = dict(model.named_parameters())
-    kinds = [[p for p in named.values() if (p.dim() > 1) == large] for large in (True, False)]
-    groups = [{"params": kinds[0]}, {"params": kinds[1], "weight_decay": 0.0}]
-    adam = torch.optim.AdamW(
-        groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
-    )
+    adam = adam_of(named, section)
 
     def sums(of: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
         logits = of(input_ids=ids, use_cache=False).logits.log_softmax(-1)
@@ -107,10 +111,7 @@ def of_formula(overrides: list[str]):
         gradients.append(whole({name: p.grad for name, p in named.items()}))
         losses.append(loss.item())
         logged.append(values)
-        for group in adam.param_groups:
-            group["lr"] = optim.lr * warmup_cosine(
-                step - 1, warmup_steps=0, num_steps=section.train.steps, min_ratio=0.1
-            )
+        set_rate(adam, section, step)
         adam.step()
     model.eval()
     with everywhere_float64(), torch.no_grad():
