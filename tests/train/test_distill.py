@@ -23,6 +23,7 @@ from tests.train.transformers_ranks import (
     steps_of,
     trainer,
 )
+from torchdistpackage.cli._plan_summary import summary
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.layout.derive import even_share
@@ -435,6 +436,8 @@ def test_a_shared_teacher_takes_less_memory(models):
     numbers = [stage_loads(x.teacher)[0].num_parameters for x in plans if x.teacher is not None]
     assert whole - shared == 8 * (numbers[0] - numbers[1]) > 0
     assert whole - sharded == 8 * numbers[0] // 2
+    shown = summary(plans[2], None, [], [])
+    assert re.search(rf"^teacher +{numbers[0]:,} parameters .*data=1 x pipe=2", shown, re.M), shown
     assert (0, 1) in {x.ranks for x in plans[1].creations(0)}
 
 

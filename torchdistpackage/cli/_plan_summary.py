@@ -10,6 +10,7 @@ from torchdistpackage.plan.memory_fit import unpredicted_memory
 from torchdistpackage.plan.run_plan import Plan, num_parameters, num_trained, stage_loads
 from torchdistpackage.plan.traffic import between_nodes, busiest, uncounted
 from torchdistpackage.text import size_text
+from torchdistpackage.topology.mesh import describe
 
 _SHOWN = 4
 """Most items of one kind that are shown, such as warnings or data sources."""
@@ -40,6 +41,7 @@ def summary(
     """
     lines = [
         *_memory(plan, device),
+        *_teacher(plan),
         *_schedule(plan),
         *_bytes(plan, ranks_per_node),
         *(() if time is None else (("step time", time),)),
@@ -55,6 +57,14 @@ def summary(
     options = "--groups, --bytes, --memory, --sbatch, or --all for all"
     lines.append(("details", options))
     return "\n".join(wrap(f"{label:<{_WIDTH}}{text}", indent=" " * _WIDTH) for label, text in lines)
+
+
+def _teacher(plan: Plan) -> list[tuple[str, str]]:
+    if plan.teacher is None:
+        return []
+    sharded = ", ZeRO stage 3" if plan.config.train.distill.teacher_zero else ""
+    degrees = describe(plan.teacher.topology.dense.axes)
+    return [("teacher", f"{num_parameters(plan.teacher):,} parameters on {degrees}{sharded}")]
 
 
 def _memory(plan: Plan, device: str | None) -> list[tuple[str, str]]:
