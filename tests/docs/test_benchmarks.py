@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import muon
 from benchmarks.any_model import table as any_model
 from benchmarks.common import take_turns
 from benchmarks.data_parallel import table as data_parallel
@@ -48,6 +49,11 @@ def test_the_tables_follow_the_results(table):
     record = pages.record.read_text(encoding="utf-8")
     assert record.partition(pages.marker)[2] == "\n" + pages.page(results)
     assert section(pages.name) == pages.summary(results)
+
+
+def test_the_record_of_muon_follows_its_results():
+    results = json.loads(muon.RESULTS.read_text(encoding="utf-8"))
+    assert muon.RECORD.read_text(encoding="utf-8") == muon.page(results)
 
 
 def test_the_section_of_the_gpu_follows_its_results():
