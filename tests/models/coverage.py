@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.models import coverage_ranks
-from torchdistpackage.families.found import SHARED
+from tests.models.found_cases import SHARED
 from torchdistpackage.harness.pool import RankPool
 from torchdistpackage.models.shrunk_config import shrunk, without_dropout
 

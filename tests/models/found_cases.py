@@ -65,4 +65,13 @@ EXACT = (
     *("starcoder2", "mixtral", "ministral3", "nemotron"),
 )
 """Classes without a table that compute in float64 throughout, by docs/model_classes.md."""
+SHARED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+"""Mixtures whose routers have Switch's loss, which all ranks count together."""
+OWN_ROUTING = (
+    *("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "kimi_linear", "minimax", "minimax_m2"),
+    *("qwen3_next", "deepseek_v4", "nemotron_h", "dots1", "ernie4_5_moe"),
+)
+"""Mixtures with shared experts, groups of experts, biases, or gates and routers of their own."""
+EXACT_ROUTING = ("gpt_oss", "minimax", "minimax_m2", "qwen3_next")
+"""Of these, those that compute in float64 throughout."""
 ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}

@@ -11,9 +11,19 @@ from safetensors.torch import load_file
 
 from tests.models import coverage, coverage_ranks
 from tests.models.coverage import settings
-from tests.models.found_cases import EXACT, EXPERT, FULL, LAYOUTS, ROUTERS, STACKED, transformers
+from tests.models.found_cases import (
+    EXACT,
+    EXACT_ROUTING,
+    EXPERT,
+    FULL,
+    LAYOUTS,
+    OWN_ROUTING,
+    ROUTERS,
+    SHARED,
+    STACKED,
+    transformers,
+)
 from tests.train import parity
-from torchdistpackage.families.found import SHARED
 from torchdistpackage.families.registry import FAMILIES, SPLIT_ALONE
 from torchdistpackage.models.transformers_layout import TransformersShape, global_name, layouts
 from torchdistpackage.models.transformers_meta import on_meta
@@ -140,6 +150,44 @@ def test_tensor_ranks_take_the_steps_of_transformers(ranks, saved, family, chang
     assert coverage_ranks.largest_difference(found, truth) < 1e-9
 
 
+@STACKED
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("gpt_oss", "expert2"),
+        ("deepseek_v3", "tensor2-expert2"),
+        *(
+            (family, layout)
+            for family in OWN_ROUTING
+            for layout in ("expert2", "expert2-zero3", "expert4", "expert2-recompute")
+            if (family, layout) != ("gpt_oss", "expert2")
+        ),
+        *((family, "tensor2-expert2") for family in ("glm4_moe", "qwen3_next", "minimax")),
+        *((family, "expert2-pipe2") for family in ("glm4_moe", "deepseek_v3")),
+    ],
+)
+def test_mixtures_with_routing_of_their_own_share_experts(ranks, saved, family, layout):
+    """Their routers, shared experts and gates are transformers', by a rule and no list of names."""
+    folder, truth = saved(family)
+    size = 2 if layout in ("expert2", "expert2-zero3", "expert2-recompute") else 4
+    found = ranks(size).run(coverage_ranks.steps, [f"model.hf={folder}", *LAYOUTS[layout]])
+    # a router whose weights are float32 in a model of float64 rounds to that
+    most = 1e-9 if family in EXACT_ROUTING else coverage.ROUNDED
+    assert coverage_ranks.largest_difference(found, truth) < most
+
+
+@STACKED
+def test_tensor_ranks_do_not_share_experts_that_run_by_their_own_code(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(settings("gpt_oss")))
+    run = [f"model.hf={config}", *EXPERT, "parallel.tensor=2"]
+    refused = coverage_ranks.refusal(run, 4)
+    assert "parallel.expert=2 with parallel.tensor=2" in refused
+    assert "GptOssForCausalLM" in refused
+    assert "parallel.expert" not in (coverage_ranks.refusal(run[:-1], 2) or "")
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "changes", "layout"),
@@ -202,14 +250,14 @@ def test_a_third_of_all_classes_is_right_or_refused(pool):
         pytest.param("mixtral", marks=STACKED),
         *(
             pytest.param(x, marks=(*FULL, STACKED))
-            for x in ("deepseek_v3", "qwen2_moe", "qwen3_moe", "olmoe")
+            for x in ("deepseek_v3", "gpt_oss", "qwen2_moe", "qwen3_moe", "olmoe")
         ),
     ],
 )
 def test_an_untrained_export_has_the_files_of_the_folder(ranks, saved, tmp_path, family):
     """Experts are stacked in the modules and apart in the files; buffers come along."""
     folder, _ = saved(family)
-    degrees = EXPERT if family in SHARED else EXPERT[:1]
+    degrees = EXPERT
     ranks(2).run(coverage_ranks.export, folder, str(tmp_path), degrees)
     mine = load_file(tmp_path / "out" / "model.safetensors")
     theirs = load_file(Path(folder) / "model.safetensors")

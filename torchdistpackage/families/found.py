@@ -5,7 +5,6 @@ share memory, and where its blocks are. That is enough to train it unsplit.
 models/transformers_cuts.py derives by rules what tensor ranks can share.
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,8 +20,8 @@ from torchdistpackage.families.table import (
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.table import LayerCut, SplitTable
 
-SHARED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
-"""Families whose experts ranks can share: each block stacks all of them in two matrices."""
+ATTENDS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+"""Families without a table whose ranks can share sequences."""
 UNSEEN = "it has no table here, and nobody has seen how it attends"
 """Reason why a sequence cannot be split."""
 WIDE_WEIGHTS = ("mixtral",)
@@ -37,7 +36,6 @@ BESIDE = {"gemma4_assistant": _ASSISTS, "gemma4_unified_assistant": _ASSISTS}
 """Families that need more inputs than token ids, each with these inputs."""
 TRAINED = ("reformer",)
 """Families whose backward works only in training mode."""
-_STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 
 
 def family(model: FoundModel) -> Family:
@@ -78,6 +76,8 @@ def family(model: FoundModel) -> Family:
         auxiliary=model.auxiliary,
         shared_experts=model.shared_experts,
         top_k=model.top_k,
+        experts_alone=model.experts_alone,
+        counts_routers=model.counts_routers,
         uses_is_causal=False,
         deals_heads=False,
         unshared=model.uncut,
@@ -145,9 +145,13 @@ def split_as(model: FoundModel, table: SplitTable) -> FoundModel:
     return replace(model, parameters=parameters, table=listed)
 
 
-def is_stacked(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a parameter stacks a matrix of each expert of a block."""
-    return len(shape) == 3 and _STACKED.search(name) is not None
+def without_shared_experts(model: FoundModel) -> FoundModel:
+    """Return `model` with whole experts on every rank of `expert`."""
+    parameters = {
+        name: replace(x, layout=Layout(name, x.layout.shape)) if x.layout.view == "expert" else x
+        for name, x in model.parameters.items()
+    }
+    return replace(model, parameters=parameters, shared_experts=0)
 
 
 def active_share(settings: Mapping[str, Any]) -> float:

@@ -294,6 +294,9 @@ class FoundModel:
     own_attention: see `Family`.
     shared_experts: of each block, if ranks can share them; 0: they cannot.
     top_k: of them, those that a token goes to.
+    experts_alone: tensor ranks and ranks of `expert` cannot share them at once.
+    counts_routers: its routers' loss is Switch's over all tokens, so that all ranks can count it
+        together.
     order: in which a block runs the layers of `table`.
     uncut: why tensor ranks cannot split it; None: they can.
     documents: see `Family`.
@@ -315,6 +318,8 @@ class FoundModel:
     own_attention: str = ""
     shared_experts: int = 0
     top_k: int = 0
+    experts_alone: bool = False
+    counts_routers: bool = False
     table: SplitTable = field(default_factory=SplitTable)
     order: BlockOrder = field(default_factory=lambda: BlockOrder(is_listed=False))
     uncut: str | None = None
@@ -385,7 +390,8 @@ class Family:
     sides: what its stages run beside their blocks; None: what the modules show by themselves.
     folder: how files hold it, a class with the methods of `NamedFolder` (transformers_folder.py).
     auxiliary: the factor of its routers' loss in the loss. shared_experts: of each block, if ranks
-    can share them. top_k: of its experts, those that a token goes to.
+    can share them. top_k: of its experts, those that a token goes to. experts_alone: tensor ranks
+    cannot share them too. counts_routers: all ranks count its routers' loss together.
     uses_is_causal: whether its forward asks the setting is_causal.
     deals_heads: whether tensor ranks have whole heads of every block, so that not any number of
     ranks can share it. unshared: why tensor ranks cannot share it; None: they can.
@@ -422,6 +428,8 @@ class Family:
     auxiliary: float = 0.0
     shared_experts: int = 0
     top_k: int = 0
+    experts_alone: bool = False
+    counts_routers: bool = False
     uses_is_causal: bool = True
     deals_heads: bool = True
     unshared: str | None = None

@@ -1,11 +1,14 @@
 """Experts of transformers' models over ranks: each has some of a block's stacked experts.
 
 A module takes the place of transformers' own, under its name and with its parameters' names; the
-router before it stays transformers'. The loss of the routers is counted as transformers counts it,
-over the tokens of all ranks together, so that it does not depend on how many these are.
+router before it stays transformers', and so do experts that are no plain gated MLPs. Where the loss
+of the routers is Switch's, it is counted as transformers counts it, over the tokens of all ranks
+together, so that it does not depend on how many these are.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -19,16 +22,52 @@ from torchdistpackage.errors import DataError
 from torchdistpackage.layout.derive import local_shape
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.expert.balance import LoadCounter
-from torchdistpackage.parallel.expert.dispatch import plan_dispatch
+from torchdistpackage.parallel.expert.dispatch import Dispatch, plan_dispatch
 from torchdistpackage.parallel.expert.experts import bounds
 from torchdistpackage.parallel.expert.products import gated_mlps
 from torchdistpackage.topology.mesh import Mesh
 
 
+def experts_of(model: nn.Module) -> dict[str, Any]:
+    """Return transformers' modules of stacked experts by path, of which ranks can have a part.
+
+    Its decorator `use_experts_implementation` marks a module that is called with tokens, their
+    experts and weights, and adds up what each expert makes of a token. All its parameters have one
+    entry for each expert; a norm behind experts would be a module of its own.
+    """
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        number = getattr(module, "num_experts", 0)
+        parameters = list(module._parameters.values())
+        is_marked = all(hasattr(module, x) for x in ("has_gate", "has_bias", "is_transposed"))
+        if (
+            is_marked
+            and len(inspect.signature(module.forward).parameters) == 3
+            and not getattr(module, "has_post_expert_norm", False)
+            and not any(True for child in module.children() for _ in child.parameters())
+            and not any(True for _ in module.buffers())
+            and all(p is not None and p.dim() > 1 and p.shape[0] == number for p in parameters)
+        ):
+            found[path] = module
+    return found
+
+
+def is_gated_mlp(experts: Any) -> bool:
+    """Return whether each expert of a module is down (act (gate x) * (up x)), with gate and up in
+    one matrix: else they are computed by the module's own code.
+    """
+    return (
+        set(experts._parameters) == {"gate_up_proj", "down_proj"}
+        and (experts.has_gate, experts.has_bias, experts.is_transposed) == (True, False, False)
+        and getattr(experts, "is_concatenated", True)
+        and type(experts)._apply_gate.__name__ == "_default_apply_gate"
+    )
+
+
 class StackedExperts(nn.Module):
     """This rank's experts, in place of `whole`, transformers' module with all experts of a block.
 
-    layouts: of its two matrices, by their names there. name: of the module, in errors.
+    layouts: of its parameters, by their names there. name: of the module, in errors.
     """
 
     balance_state = None
@@ -43,7 +82,7 @@ class StackedExperts(nn.Module):
         tensor: Group | None = None,
     ):
         super().__init__()
-        self.num_experts, self.act_fn = experts.num_experts, experts.act_fn
+        self.num_experts, self.act_fn = experts.num_experts, getattr(experts, "act_fn", None)
         self.name, self._group, self._tensor = name, group, tensor
         self._bounds = bounds(self.num_experts, group.size())
         self.counter = LoadCounter(self.num_experts)
@@ -53,11 +92,27 @@ class StackedExperts(nn.Module):
             weight = getattr(experts, key)
             empty = torch.empty(shape, dtype=weight.dtype, device=weight.device)
             self.register_parameter(key, nn.Parameter(empty, weight.requires_grad))
+        self._own: list[Any] = []  # in a list, or its parameters would be listed twice
+        if not is_gated_mlp(experts):
+            own = copy(experts)
+            own.num_experts = self._bounds[group.rank() + 1] - self._bounds[group.rank()]
+            own._parameters = self._parameters
+            self._own.append(own)
 
     @property
     def weight(self) -> Tensor:
         """The matrix whose device `routers_in` asks for."""
-        return self.gate_up_proj
+        return self.down_proj
+
+    def _by_own_code(self, rows: Tensor, plan: Dispatch) -> Tensor:
+        """Return what transformers' code makes of each row (n, D), which has one expert."""
+        rows, num = plan.by_expert(rows), len(plan.counts)
+        experts = torch.arange(num, device=rows.device)
+        # an empty row for each expert, so that all parameters have a gradient on every rank
+        rows = torch.cat([rows, rows.new_zeros(num, rows.shape[1])])
+        index = torch.cat([experts.repeat_interleave(plan.counts), experts]).unsqueeze(1)
+        made = self._own[0](rows, index, rows.new_ones(len(rows), 1))
+        return plan.by_rank(made[: len(rows) - num])
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute the experts of each token: hidden_states (N, D), their experts (N, k) int64 and
@@ -80,7 +135,10 @@ class StackedExperts(nn.Module):
             )
         # nothing else is there to compute until the rows of other ranks have come
         rows = plan.start(plan.rows_of(hidden_states)).wait()
-        rows = gated_mlps(rows, plan, self.gate_up_proj, self.down_proj, self.act_fn)
+        if self._own:
+            rows = self._by_own_code(rows, plan)
+        else:
+            rows = gated_mlps(rows, plan, self.gate_up_proj, self.down_proj, self.act_fn)
         y = plan.combine(plan.send_back(rows), top_k_weights)
         return y if self._tensor is None else collectives.reduce(y, self._tensor)
 
@@ -152,5 +210,11 @@ def router_loss_sum(load: Tensor, num_tokens: Tensor, top_k: int) -> Tensor:
     if tpc.is_set:
         joined = primitives.all_reduce(joined, batch_group())
     counts, num_tokens = joined[:-1], joined[-1]
+    return num_tokens * switch_loss(torch.stack([counts, sums]), top_k)
+
+
+def switch_loss(load: Tensor, top_k: int) -> Tensor:
+    """Return Switch's loss from what `router_load` counted."""
+    counts, sums = load
     rows = counts.sum() / top_k
-    return num_tokens * len(counts) * (counts / rows * sums / rows).sum()
+    return len(counts) * (counts / rows * sums / rows).sum()

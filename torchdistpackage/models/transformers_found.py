@@ -7,7 +7,7 @@ that of its tokens and which parts they reach, is tried on a small copy of the s
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from torchdistpackage.config.head_tasks import ModelHead, is_head
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.families.found import (
+    ATTENDS,
     BESIDE,
     SAMPLED,
-    SHARED,
     TRAINED,
     UNSEEN,
     active_share,
     chosen_experts,
     family,
-    is_stacked,
     split_as,
+    without_shared_experts,
 )
 from torchdistpackage.families.table import (
     Documents,
@@ -43,6 +43,12 @@ from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.partition import share_heads_evenly
 from torchdistpackage.models.tables import table_parameters
 from torchdistpackage.models.transformers_cuts import CHOICES, find_cuts
+from torchdistpackage.models.transformers_experts import (
+    experts_of,
+    is_gated_mlp,
+    router_load,
+    switch_loss,
+)
 from torchdistpackage.models.transformers_meta import (
     ALONE,
     known_settings,
@@ -156,10 +162,12 @@ def _found(model: Any, config: Any, tried: "_Tried", head: ModelHead | None = No
         std=0.02,
         positions=positions if learned else None,
     )
-    stacked = {p.shape[0] for name, p in parameters.items() if is_stacked(name, tuple(p.shape))}
-    is_shared = config.model_type in SHARED and len(stacked) == 1
+    top_k, stacks = chosen_experts(settings), experts_of(model)
+    numbers = {module.num_experts for module in stacks.values()}
+    is_shared = len(numbers) == 1 and top_k > 0
     paths = {id(module): path for path, module in model.named_modules()}
-    by_name = dict(_parameters(model, parameters, active_share(settings), is_shared))
+    shared = stacks if is_shared else {}
+    by_name = dict(_parameters(model, parameters, active_share(settings), shared))
     if head is not None:  # trained whole, so that no adapter is on it
         of_head = {name: x for name, x in by_name.items() if is_head(name)}
         by_name |= {name: replace(x, inputs=None) for name, x in of_head.items()}
@@ -177,9 +185,11 @@ def _found(model: Any, config: Any, tried: "_Tried", head: ModelHead | None = No
         around=tried.around,
         auxiliary=tried.auxiliary,
         positions=positions,
-        own_attention="" if config.model_type in SHARED else UNSEEN,
-        shared_experts=stacked.pop() if is_shared else 0,
-        top_k=chosen_experts(settings),
+        own_attention="" if config.model_type in ATTENDS else UNSEEN,
+        shared_experts=numbers.pop() if is_shared else 0,
+        top_k=top_k,
+        experts_alone=not all(map(is_gated_mlp, stacks.values())),
+        counts_routers=tried.counts_routers,
         documents=tried.documents,
     )
 
@@ -211,11 +221,15 @@ def _names(model: Any) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
 
 
 def _parameters(
-    model: nn.Module, distinct: Mapping[str, nn.Parameter], active: float, is_shared: bool
+    model: nn.Module,
+    distinct: Mapping[str, nn.Parameter],
+    active: float,
+    shared: Container[str],
 ) -> Iterator[tuple[str, Weight]]:
     """Yield every parameter by its name, whole but for experts that ranks share.
 
-    active: the share of the experts that works on a token.
+    active: the share of the experts that works on a token. shared: modules of stacked experts that
+    ranks share.
     """
     tables = {id(p) for p in table_parameters(model)}
     for name, parameter in distinct.items():
@@ -228,7 +242,7 @@ def _parameters(
                 inputs = 0
         shape = tuple(parameter.shape)
         layout = Layout(name, shape, is_table=id(parameter) in tables)
-        if is_shared and is_stacked(name, shape):
+        if path in shared:
             split = (("expert",), *layout.split[1:])
             layout = replace(layout, split=split, view="expert", uneven=True)
         is_expert = len(shape) == 3 or _EXPERT.search(name) is not None
@@ -268,11 +282,14 @@ def _cut(
     by_heads = share_heads_evenly(uncut.sizes.heads, uncut.sizes.kv_heads, tensor)
     num_ranks = min(tensor, MOST_TRIED)
     problem = f"transformers makes no small copy of {uncut.class_name} to try it on"
+    uncut = without_shared_experts(uncut) if uncut.experts_alone else uncut
     with ALONE:
         model = on_meta(config_dict, torch.float32, head=head)
         for small in _copies_for(config_dict, num_ranks, head):
             sample = _sample_of(small, head, uncut.documents)
             small_facts = _found(small, small.config, _Tried(unreached=uncut.unreached), head)
+            if uncut.experts_alone:
+                small_facts = without_shared_experts(small_facts)
             for choices in CHOICES:
                 chosen = replace(choices, by_heads=choices.by_heads and by_heads)
                 cut = split_as(small_facts, find_cuts(small, small_facts, chosen))
@@ -315,6 +332,7 @@ class _Tried:
     unstaged: str | None = None
     around: StageSides = field(default_factory=StageSides)
     documents: Documents = "not"
+    counts_routers: bool = False
 
 
 def _tried(config_dict: Mapping[str, Any], head: ModelHead | None = None) -> _Tried:
@@ -342,8 +360,11 @@ def _try(model: Any, config_dict: Mapping[str, Any]) -> _Tried:
     except Exception:  # of a loss that leaves out tokens of an image, and so all of them
         return _Tried(f"{name} makes logits of token ids alone, and its forward no loss of them")
     loss, logits = output.loss, output.logits
-    factor = 0.0
+    factor, counts_routers = 0.0, False
     if getattr(output, "aux_loss", None) is not None:
+        counts_routers = _is_switch_loss(
+            output, chosen_experts(model.config.get_text_config().to_dict())
+        )
         factor = float(getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0))
         loss = loss - factor * output.aux_loss
     if not isinstance(logits, Tensor) or logits.shape[:2] != ids.shape:
@@ -363,7 +384,18 @@ def _try(model: Any, config_dict: Mapping[str, Any]) -> _Tried:
     output.loss.backward()
     unreached = tuple(_unreached(model))
     staged = try_stages(model, Sample(ids), _blocks(model, unreached)[0], unreached)
-    return _Tried(None, unreached, factor, *staged)
+    return _Tried(None, unreached, factor, *staged, counts_routers=counts_routers)
+
+
+def _is_switch_loss(output: Any, top_k: int) -> bool:
+    """Return whether the loss of the routers is Switch's over the tokens of all blocks together."""
+    logits = getattr(output, "router_logits", None) or ()
+    if not top_k or not all(isinstance(x, Tensor) and x.dim() == 2 for x in logits):
+        return False
+    if len({x.shape for x in logits}) != 1:
+        return False
+    counted = switch_loss(router_load(logits, top_k), top_k)
+    return torch.isclose(counted, output.aux_loss.to(counted), rtol=_TOLERANCE, atol=1e-6).item()
 
 
 def _try_head(model: Any, head: ModelHead) -> _Tried:

@@ -78,7 +78,7 @@ _SHOWN = 6
 """Most parameters that an error lists."""
 Outputs = Tensor | tuple[Tensor, Tensor]
 """Activations or logits; (logits, auxiliary loss) of a model that counts that of its routers, or
-(logits, what `router_load` returns) if ranks can share its experts."""
+(logits, what `router_load` returns) if all ranks count it together."""
 
 
 # -- building a stage ------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ class TransformersStage(nn.Module):
         """Ranks that have logits of their own columns of the vocabulary; None: this has all."""
         self._auxiliary = shape.kind.auxiliary
         self._routers = {"output_router_logits": True} if self._auxiliary else {}
-        self._top_k = shape.kind.top_k if shape.kind.shared_experts else 0
+        self._top_k = shape.kind.top_k if shape.kind.counts_routers else 0
         self._cached: dict[str, Any] = {}
         self.to_pack: dict[str, str] = {}
         """Local name -> global name of weights in 4 bits, on meta until a folder is read."""

@@ -3,7 +3,7 @@
 from math import prod
 
 from torchdistpackage.config.head_tasks import MOST_CLASSES_OF_A_TEXT, ModelHead
-from torchdistpackage.families.found import SAMPLED, SHARED
+from torchdistpackage.families.found import SAMPLED
 from torchdistpackage.families.registry import FAMILIES
 from torchdistpackage.layout.partition import either, nearest
 from torchdistpackage.models.lora_layout import cut_problem, linear_layers, target_problems
@@ -21,7 +21,7 @@ def refusals(shape: TransformersShape, use: ModelUse) -> list[tuple[str, str]]:
     """Return (key, text) of each thing that a run asks for and this model cannot do."""
     name, tensor, problems = shape.class_name, use.tensor, list[tuple[str, str]]()
     if use.expert > 1:
-        problems += _unshared(shape, use.expert)
+        problems += _unshared(shape, use.expert, tensor)
     if use.context > 1 and (why := context_problem(shape)):
         problems.append(
             (
@@ -141,18 +141,19 @@ def _unstaged(shape: TransformersShape, num_stages: int) -> str | None:
     )
 
 
-def _unshared(shape: TransformersShape, expert: int) -> list[tuple[str, str]]:
+def _unshared(shape: TransformersShape, expert: int, tensor: int) -> list[tuple[str, str]]:
     """Return why so many ranks cannot share the experts."""
     name, most = shape.class_name, shape.kind.shared_experts
     if not most:
         text = (
-            f"parallel.expert={expert} shares experts of {', '.join(SHARED)} over ranks, and those "
-            f"of no other model, such as {name}; set expert to 1"
+            f"parallel.expert={expert} shares experts whose matrices transformers stacks in one "
+            f"module, and {name} has none such; set expert to 1"
         )
-        if shape.family in SHARED:
+        if shape.kind.experts_alone:
             text = (
-                f"parallel.expert={expert}, but this release of transformers does not stack the "
-                f"experts of {name}; use transformers 5, or set expert to 1"
+                f"parallel.expert={expert} with parallel.tensor={tensor}: tensor ranks cannot cut "
+                f"the experts of {name} too, which are no plain gated MLPs and run by "
+                f"transformers' own code; set one of the two to 1"
             )
         return [("parallel.expert", text)]
     problems: list[tuple[str, str]] = []
