@@ -2,12 +2,13 @@
 
 import json
 import random
+import shutil
 from datetime import date
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.models import coverage, coverage_ranks
 from tests.models.coverage import settings
@@ -151,7 +152,7 @@ def test_tensor_ranks_take_the_steps_of_transformers(ranks, saved, family, chang
 
 
 @STACKED
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
@@ -263,6 +264,20 @@ def test_an_untrained_export_has_the_files_of_the_folder(ranks, saved, tmp_path,
     theirs = load_file(Path(folder) / "model.safetensors")
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[key], x) for key, x in theirs.items())
+
+
+@STACKED
+def test_an_export_keeps_the_heads_of_further_tokens_that_its_class_ignores(ranks, saved, tmp_path):
+    """DeepSeek V3 has its MTP layer in the folder as one more block, and none in transformers."""
+    folder = tmp_path / "with"
+    shutil.copytree(saved("deepseek_v3")[0], folder)
+    tensors = load_file(folder / "model.safetensors")
+    mtp = {"model.layers.61.eh_proj.weight": torch.randn(4, 8, dtype=torch.float64)}
+    save_file({**tensors, **mtp}, folder / "model.safetensors", metadata={"format": "pt"})
+    ranks(1).run(coverage_ranks.export, str(folder), str(tmp_path), [])
+    mine = load_file(tmp_path / "out" / "model.safetensors")
+    assert mine.keys() == tensors.keys() | mtp.keys()
+    assert all(torch.equal(mine[key], x) for key, x in mtp.items())
 
 
 @STACKED

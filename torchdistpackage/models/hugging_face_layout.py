@@ -54,13 +54,15 @@ class FolderFiles:
     several files.
 
     stored: by key what a parameter is in the files, of its global name and value; None: the rows of
-    its sources.
+    its sources. ignored: the file and the shape of each tensor of a folder that the model leaves
+    aside and an export keeps, by key; None: there are none.
     """
 
     config: str = CONFIG
     weights: str = SINGLE
     is_sharded: bool = True
     stored: Callable[[str, Any], Mapping[str, Any]] | None = None
+    ignored: Callable[[Path], Mapping[str, tuple[Path, tuple[int, ...]]]] | None = None
 
 
 def family_of(shape: GPTShape) -> str:

@@ -39,7 +39,7 @@ def experts_of(model: nn.Module) -> dict[str, Any]:
     for path, module in model.named_modules():
         number = getattr(module, "num_experts", 0)
         parameters = list(module._parameters.values())
-        is_marked = all(hasattr(module, x) for x in ("has_gate", "has_bias", "is_transposed"))
+        is_marked = hasattr(module, "has_bias") and hasattr(module, "is_transposed")
         if (
             is_marked
             and len(inspect.signature(module.forward).parameters) == 3
@@ -56,11 +56,14 @@ def is_gated_mlp(experts: Any) -> bool:
     """Return whether each expert of a module is down (act (gate x) * (up x)), with gate and up in
     one matrix: else they are computed by the module's own code.
     """
+    # earlier releases of transformers 5 have neither has_gate nor is_concatenated
+    has_gate = getattr(experts, "has_gate", True) and getattr(experts, "is_concatenated", True)
+    gate = getattr(type(experts), "_apply_gate", None)
     return (
         set(experts._parameters) == {"gate_up_proj", "down_proj"}
-        and (experts.has_gate, experts.has_bias, experts.is_transposed) == (True, False, False)
-        and getattr(experts, "is_concatenated", True)
-        and type(experts)._apply_gate.__name__ == "_default_apply_gate"
+        and has_gate
+        and not (experts.has_bias or experts.is_transposed)
+        and (gate is None or gate.__name__ == "_default_apply_gate")
     )
 
 

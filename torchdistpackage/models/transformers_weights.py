@@ -26,6 +26,8 @@ from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.hugging_face_folder import read_weights
 from torchdistpackage.models.hugging_face_layout import (
     DTYPES,
+    INDEX,
+    SINGLE,
     UNREAD,
     FolderFiles,
     Source,
@@ -107,7 +109,7 @@ def open_found(folder: str | Path, shape: TransformersShape) -> FoundFolder:
     stored = {k: x for k, x in headers(folder) if not UNREAD.search(f".{k}")}
     model = on_meta(shape.given, torch.float32, head=shape.head)
     shapes = _shapes(shape)
-    groups, unexpected = _groups(model, stored, shapes, shape.kind.aliases)
+    groups, unexpected, _ = _groups(model, stored, shapes, shape.kind.aliases)
     is_anew, unread = _begins_anew(folder, shape, model)
     unexpected = [name for name in unexpected if not unread(name)]
     by_name, problems = dict[str, StoredGroup](), list[str]()
@@ -162,6 +164,21 @@ def open_found(folder: str | Path, shape: TransformersShape) -> FoundFolder:
         )
     places = {key: (file, key) for key, (file, _) in stored.items()}
     return FoundFolder(WeightFolder(folder, places), by_name, model)
+
+
+def ignored_tensors(
+    folder: Path, shape: TransformersShape
+) -> dict[str, tuple[Path, tuple[int, ...]]]:
+    """Return the file and the shape of each tensor of a folder that transformers' class ignores by
+    its name, as the layers behind the last one that predict further tokens (MTP).
+    """
+    if not any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        return {}
+    stored = {k: x for k, x in headers(folder) if not UNREAD.search(f".{k}")}
+    model = on_meta(shape.given, torch.float32, head=shape.head)
+    _, _, left = _groups(model, stored, _shapes(shape), shape.kind.aliases)
+    is_read = (key for key in left if stored[key][1].dtype in DTYPES)
+    return {key: (folder / stored[key][0], stored[key][1].shape) for key in is_read}
 
 
 @singledispatch
@@ -246,8 +263,10 @@ def _groups(
     stored: Mapping[str, tuple[str, StoredTensor]],
     shapes: Mapping[str, tuple[int, ...]],
     aliases: Mapping[str, str],
-) -> tuple[list[StoredGroup], list[str]]:
-    """Return the groups of tensors that make up parameters, and the tensors that make up none."""
+) -> tuple[list[StoredGroup], list[str], list[str]]:
+    """Return the groups of tensors that make up parameters, the tensors that make up none, and
+    those that the class ignores.
+    """
     early = is_before("transformers", "5")
     renamings, converters = _conversions(model)
     by_pattern = {pattern: x for x in converters for pattern in x.source_patterns}
@@ -257,6 +276,7 @@ def _groups(
     everything = dict.fromkeys([*shapes, *aliases])
     grouped: dict[str, tuple[list[tuple[str, str]], Any]] = {}
     unexpected: list[str] = []
+    left: list[str] = []
     for key in sorted(stored, key=_natural):
         if early:
             name, pattern = _named_early(model, key, everything), None
@@ -266,11 +286,12 @@ def _groups(
             name, pattern = key, None
         converter = None if pattern is None else by_pattern[pattern]
         if name not in everything and converter is None:
-            if not any(x.search(key) for x in ignored):
-                unexpected.append(key)
+            is_ignored = any(x.search(key) for x in ignored)
+            (left if is_ignored else unexpected).append(key)
             continue
         grouped.setdefault(name, ([], converter))[0].append((pattern or key, key))
-    return [StoredGroup(name, tuple(keys), x) for name, (keys, x) in grouped.items()], unexpected
+    groups = [StoredGroup(name, tuple(keys), x) for name, (keys, x) in grouped.items()]
+    return groups, unexpected, left
 
 
 def _named(
@@ -360,7 +381,9 @@ class ConvertedFolder:
 
     def files(self) -> FolderFiles:
         """Return how a folder that has these sources names its files."""
-        return FolderFiles(stored=self._stored.parts)
+        return FolderFiles(
+            stored=self._stored.parts, ignored=partial(ignored_tensors, shape=self._shape)
+        )
 
     def open(self, folder: str | Path) -> FoundFolder:
         """Open a folder that has exactly the weights of this model; see `open_found`."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from torchdistpackage.checkpoint.commit import damage, latest
 from torchdistpackage.checkpoint.formats.source import checkpoint_source
@@ -27,6 +27,7 @@ from torchdistpackage.models.hugging_face_folder import (
     new_folder,
     write_folder,
 )
+from torchdistpackage.models.hugging_face_layout import Source
 from torchdistpackage.models.model_spec import ModelSpec
 from torchdistpackage.models.sentence_transformers_folder import add_sentence_transformers
 from torchdistpackage.run_files import CHECKPOINTS
@@ -105,21 +106,26 @@ def export_checkpoint(
     _check_model(manifest, exported, path)
     names = {n: average_name(manifest, n, path) if averages else n for n in exported}
     dtype = dtype or manifest.tensors[next(iter(made_of))].dtype
-    source = checkpoint_source(path)
+    source, files = checkpoint_source(path), model.files()
+    # what the class ignores of the folder that the run began with stays beside its weights
+    kept = {} if like is None or files.ignored is None else files.ignored(config_file(like).parent)
 
     def whole(name: str) -> torch.Tensor:
         beat()
+        if name in kept:
+            with safe_open(kept[name][0], framework="pt") as opened:
+                return opened.get_tensor(name)
         return source.read(names[name])
 
     return write_folder(
         folder,
         model.config_json(dtype, like),
-        made_of,
+        {**made_of, **{key: (Source(key, shape),) for key, (_, shape) in kept.items()}},
         whole,
         getattr(torch, dtype),
         shard_bytes=shard_bytes,
         like=like,
-        files=model.files(),
+        files=files,
     )
 
 
