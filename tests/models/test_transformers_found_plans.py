@@ -120,12 +120,8 @@ def test_what_no_stage_can_do_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("family", "more", "said"),
     [
-        (
-            "deepseek_v3",
-            EXPERT[1:],
-            "those of no other model, such as DeepseekV3ForCausalLM; set expert",
-        ),
-        ("llama", EXPERT[1:], "those of no other model, such as LlamaForCausalLM; set expert to 1"),
+        ("llama4_text", EXPERT[1:], "Llama4ForCausalLM has none such; set expert to 1"),
+        ("llama", EXPERT[1:], "LlamaForCausalLM has none such; set expert to 1"),
         ("deepseek_v3", ["parallel.context=2"], "deepseek_v3 cannot attend over parts of a"),
         pytest.param(
             *("qwen3_moe", ["parallel.expert=8"]),

@@ -1,16 +1,22 @@
 """`model.lora`: adapters under every layout train as transformers and peft in one process."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.models.coverage_ranks import refusal
+from tests.tells import tells
 from tests.train import parity
 from tests.train.lora_ranks import (
     PREFIX,
     initial_of,
     loaded_by_peft,
     lora_steps,
+    merged_by_peft,
     of_peft,
+    quiet,
     recomputed,
     save_after,
 )
@@ -41,11 +47,27 @@ TARGETS = {
     "gpt2": ["c_attn", "c_proj"],
     "llama, last block": ["2.self_attn.q_proj", "2.mlp.down_proj"],
     "llama, first block": ["0.self_attn.v_proj"],
+    "llama, rslora": ["q_proj", "down_proj"],
 }
 
 
-def changes_of(name: str) -> list[str]:
-    return [f"model.lora={{r: 3, alpha: 6, target: [{', '.join(TARGETS[name])}]}}"]
+def changes_of(name: str, **more: object) -> list[str]:
+    settings = {"r": 3, "alpha": 6, "target": TARGETS[name], **more}
+    if name.endswith("rslora"):
+        settings["use_rslora"] = True
+    return [f"model.lora={json.dumps(settings)}"]
+
+
+def options_of(name: str) -> dict:
+    """The same as peft's."""
+    target = TARGETS[name]
+    return {
+        "r": 3,
+        "lora_alpha": 6,
+        "target_modules": target if target != ["all-linear"] else "all-linear",
+        "fan_in_fan_out": name == "gpt2",
+        "use_rslora": name.endswith("rslora"),
+    }
 
 
 @pytest.fixture(scope="session")
@@ -58,14 +80,10 @@ def adapted(ranks, tmp_path_factory):
             folder = str(tmp_path_factory.mktemp("lora") / "model")
             ranks(1).run(save_model, MODELS.get(name, MODELS["llama"]), folder)
             held = ranks(1).run(initial_of, [f"model.hf={folder}", *changes_of(name)])
-            target = TARGETS[name]
-            options = {
-                "r": 3,
-                "lora_alpha": 6,
-                "target_modules": target if target != ["all-linear"] else "all-linear",
-                "fan_in_fan_out": name == "gpt2",
-            }
-            made[name] = folder, ranks(1).run(of_peft, folder, parity.whole(held), options)[0]
+            made[name] = (
+                folder,
+                ranks(1).run(of_peft, folder, parity.whole(held), options_of(name))[0],
+            )
         return made[name]
 
     return of
@@ -118,6 +136,50 @@ def test_a_run_goes_on_under_another_layout(ranks, adapted, tmp_path, name, firs
     parity.expect_close([mine.gradients[0] for mine in found], [truth.gradients[2]])
     parity.expect_close([mine.weights for mine in found], [truth.weights])
     assert [*before[0], *found[0].losses] == pytest.approx(truth.losses, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "layout", ["tensor2", *(pytest.param(x, marks=FULL) for x in ("data2-zero3", "pipe2"))]
+)
+def test_a_run_goes_on_from_the_adapters_of_a_folder(ranks, adapted, tmp_path, layout):
+    """Their bits come in on every layout, and the steps and the merged model are peft's."""
+    name = "llama, rslora"
+    folder, _ = adapted(name)
+    run, out, merged = (str(tmp_path / x) for x in ("run", "out", "merged"))
+    (tmp_path / "run").mkdir()
+    ranks(1).run(save_after, [f"model.hf={folder}", *changes_of(name)], run, 2)
+    with quiet():
+        assert main(["export", run, out]) == 0
+        assert main(["export", run, merged, "--merge"]) == 0
+    (truth,) = ranks(1).run(merged_by_peft, folder, out, str(tmp_path / "of"))
+    expected = load_file(f"{truth}/model.safetensors")
+    assert all(
+        torch.equal(load_file(f"{merged}/model.safetensors")[k], expected[k]) for k in expected
+    )
+    held = load_file(f"{out}/{ADAPTER_FILES.weights}")
+    size, changes = asked(LAYOUTS[layout])
+    overrides = [f"model.hf={folder}", *changes_of(name, adapter=out), *changes]
+    begun = parity.whole(ranks(size).run(initial_of, overrides))
+    assert all(torch.equal(begun[key.removeprefix(PREFIX)], x) for key, x in held.items())
+    (of_peft_alone,) = ranks(1).run(of_peft, folder, begun, options_of(name))
+    found = ranks(size).run(lora_steps, overrides)
+    parity.expect_close([mine.weights for mine in found], [of_peft_alone.weights])
+    for mine in found:
+        assert mine.losses == pytest.approx(of_peft_alone.losses, rel=1e-9)
+
+
+def test_adapters_with_other_settings_are_refused_before_ranks_start(ranks, adapted, tmp_path):
+    name = "llama, rslora"
+    folder, _ = adapted(name)
+    run, out = str(tmp_path), str(tmp_path / "out")
+    ranks(1).run(save_after, [f"model.hf={folder}", *changes_of(name)], run, 1)
+    assert main(["export", run, out]) == 0
+    other = [f"model.hf={folder}", *changes_of("llama", adapter=out, r=4)]
+    said = refusal(other, 1)
+    assert tells(said, "r is 3", "4", "use_rslora is True", "v_proj.lora_A.weight is missing")
+    assert tells(
+        refusal([other[0], *changes_of(name, adapter=str(tmp_path))], 1), "adapter_config.json"
+    )
 
 
 @pytest.mark.parametrize(

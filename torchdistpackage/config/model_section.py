@@ -110,6 +110,16 @@ class LoraSection(Section):
         default=8.0,
         description="peft's lora_alpha: the output of an adapter is multiplied by alpha / r.",
     )
+    use_rslora: bool = Field(
+        default=False,
+        description="peft's use_rslora: multiply by alpha / sqrt(r) instead, so that updates of "
+        "high ranks do not shrink.",
+    )
+    adapter: k.PathOrNull = Field(
+        default=None,
+        description="Folder of adapters of peft with the same settings, from whose values the run "
+        "goes on; null: adapters start as in peft.",
+    )
     dropout: k.BelowOne = Field(
         default=0.0,
         description="peft's lora_dropout: share of an adapter's input that is dropped in training.",

@@ -1,8 +1,8 @@
 """The layouts of low-rank adapters: which layers have them, and how they are split. No torch.
 
-An adapter adds alpha / r times B A x to what a linear layer makes of x. Where the layer is cut by
-outputs B is cut alike, where it is cut by inputs A is; ranks have the other one whole, and each a
-part of its gradient. Names are those of peft's files without their prefix.
+An adapter adds alpha / r, or alpha / sqrt(r), times B A x to what a linear layer makes of x. Where
+the layer is cut by outputs B is cut alike, where it is cut by inputs A is; ranks have the other one
+whole, and each a part of its gradient. Names are those of peft's files without their prefix.
 """
 
 import math
@@ -31,7 +31,8 @@ ADAPTER_FILES = FolderFiles(ADAPTER_FILE, "adapter_model.safetensors", is_sharde
 @dataclass(frozen=True, slots=True)
 class Lora:
     """The settings of adapters: peft's r, lora_alpha, lora_dropout and target_modules. quant_type:
-    the 4-bit type of the frozen weights; None: they have the model's type.
+    the 4-bit type of the frozen weights; None: they have the model's type. use_rslora: peft's.
+    adapter: the folder whose values they start with; None: they are drawn.
     """
 
     r: int
@@ -39,14 +40,23 @@ class Lora:
     dropout: float
     target: tuple[str, ...]
     quant_type: str | None = None
+    use_rslora: bool = False
+    adapter: str | None = None
 
     @classmethod
     def of_section(cls, section: Mapping[str, Any] | None) -> "Lora | None":
         if section is None or section["target"] is None:
             return None
         quant_type = section["bnb_4bit_quant_type"] if section["load_in_4bit"] else None
-        target = tuple(section["target"])
-        return cls(section["r"], section["alpha"], section["dropout"], target, quant_type)
+        return cls(
+            section["r"],
+            section["alpha"],
+            section["dropout"],
+            tuple(section["target"]),
+            quant_type,
+            section["use_rslora"],
+            section["adapter"],
+        )
 
     def adapters(
         self, parameters: Mapping[str, Weight], is_head: bool = False
@@ -118,6 +128,7 @@ class Lora:
             "r": self.r,
             "lora_alpha": int(self.alpha) if self.alpha.is_integer() else self.alpha,
             "lora_dropout": dropout,
+            "use_rslora": self.use_rslora,
             "target_modules": modules,
             "fan_in_fan_out": any(weight.inputs == 0 for weight in weights.values()),
             "bias": "none",

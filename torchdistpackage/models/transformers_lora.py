@@ -4,17 +4,19 @@ peft, of the extra `hf`, makes the adapters. Weights in 4 bits stay on the meta 
 folder is read, and then go through the device one by one: it never holds two of them in full.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from torchdistpackage.config.head_tasks import is_head
-from torchdistpackage.config.model_section import is_adapter
+from torchdistpackage.config.model_section import is_adapter, trains_with_adapters
 from torchdistpackage.layout.derive import local_shape
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.models.lora_layout import Lora
+from torchdistpackage.models.lora_layout import Lora, peft_name
 from torchdistpackage.models.transformers_layout import TransformersShape, global_name, weights
 from torchdistpackage.parallel.tensor.four_bit import (
     PackedLinear,
@@ -22,6 +24,7 @@ from torchdistpackage.parallel.tensor.four_bit import (
     packed,
     unpacked,
 )
+from torchdistpackage.parallel.tensor.full import copy_part
 from torchdistpackage.parallel.tensor.linear import Linear
 from torchdistpackage.topology.mesh import Mesh
 
@@ -40,6 +43,7 @@ def with_adapters(
         r=lora.r,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # of which it takes any number
         lora_dropout=lora.dropout,
+        use_rslora=lora.use_rslora,
         target_modules=list(layers),
         fan_in_fan_out=any(listed[f"{layer}.weight"].inputs == 0 for layer in layers),
     )
@@ -90,6 +94,24 @@ def read_packed(
         reader(name, weight.layout, unpacked_weight)
         rows = unpacked_weight if weight.inputs == 1 else unpacked_weight.t()
         pack_weight(layer, rows, lora.quant_type)
+
+
+@torch.no_grad()
+def read_adapters(
+    file: Path,
+    tensors: Mapping[str, Tensor],
+    layouts: Mapping[str, Layout],
+    mesh: Mesh,
+    index: int,
+) -> None:
+    """Read the adapters of a stage, and its head, from a file of peft. tensors, layouts: of the
+    stage, by their names there; a rank takes its own part at `index` of `mesh`.
+    """
+    with safe_open(file, framework="pt") as opened:
+        for name, layout in layouts.items():
+            if trains_with_adapters(layout.name):
+                whole = opened.get_tensor(peft_name(layout.name))
+                copy_part(tensors[name], whole, layout, mesh, index)
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ from torchdistpackage.layout.mark import mark_of, mark_parameter
 from torchdistpackage.layout.partition import even_sizes
 from torchdistpackage.lazy import resolve
 from torchdistpackage.models import transformers_meta
+from torchdistpackage.models.lora_layout import ADAPTER_FILES
 from torchdistpackage.models.transformers_cache import TransformersCache
 from torchdistpackage.models.transformers_experts import (
     expert_group,
@@ -46,7 +47,12 @@ from torchdistpackage.models.transformers_layout import (
     split_table,
     weights,
 )
-from torchdistpackage.models.transformers_lora import read_packed, weights_to_pack, with_adapters
+from torchdistpackage.models.transformers_lora import (
+    read_adapters,
+    read_packed,
+    weights_to_pack,
+    with_adapters,
+)
 from torchdistpackage.models.transformers_meta import (
     ALONE,
     ModuleDraws,
@@ -236,6 +242,9 @@ def load_weights(built: "TransformersStage", folder: str | Path) -> None:
     if left_out:
         initials = {name: x for name, x in built.initials().items() if name in left_out}
         initialize(built, layouts, mesh, index, 0, initials)
+    lora = built.shape.lora
+    if lora is not None and lora.adapter is not None:
+        read_adapters(Path(lora.adapter) / ADAPTER_FILES.weights, tensors, layouts, mesh, index)
 
 
 # -- a stage at work -------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from torchdistpackage.config.model_section import trains_with_adapters
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models import (
     transformers_layout,
@@ -13,7 +12,8 @@ from torchdistpackage.models import (
     transformers_refusals,
 )
 from torchdistpackage.models.hugging_face_layout import FolderFiles, Source
-from torchdistpackage.models.lora_layout import ADAPTER_FILES, left_out, peft_name
+from torchdistpackage.models.lora_folder import adapter_sources, check_adapters
+from torchdistpackage.models.lora_layout import ADAPTER_FILES, left_out
 from torchdistpackage.models.model_spec import ModelUse
 from torchdistpackage.models.transformers_folder import folder_of
 from torchdistpackage.models.transformers_layout import TransformersShape
@@ -88,15 +88,14 @@ class TransformersSpec:
 
     def check_weights(self, folder: str | Path) -> None:
         folder_of(self.shape).open(folder)
+        lora = self.shape.lora
+        if lora is not None and lora.adapter is not None:
+            check_adapters(lora.adapter, lora, self.sources())
 
     def sources(self) -> dict[str, tuple[Source, ...]]:
         if self.shape.lora is None:
             return folder_of(self.shape).sources()
-        return {
-            name: (Source(peft_name(name), layout.shape),)
-            for name, layout in self.layouts().items()
-            if trains_with_adapters(name)
-        }
+        return adapter_sources(self.layouts())
 
     def config_json(self, dtype: str, like: str | Path | None) -> dict[str, Any]:
         if self.shape.lora is not None:

@@ -499,7 +499,8 @@ def _stage(
             load_weights = resolve(plan.model.weights_loader)
             for module in stage.children():
                 load_weights(module, folder)
-        drawn = collect_initials(stage) if config.model.lora.target else {}
+        lora = config.model.lora
+        drawn = collect_initials(stage) if lora.target and lora.adapter is None else {}
         drawn = {n: x for n, x in drawn.items() if is_adapter(layouts[n].name)}
         initialize(stage, layouts, plan.topology, tpc.rank, config.run.seed, drawn)
         return stage, layouts, loss
