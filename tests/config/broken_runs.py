@@ -490,6 +490,25 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "launch.elastic.nodes=[1, 4] launch.slurm add launch.slurm: {ntasks-per-node: 8} "
         "remove elastic",
     ),
+    (
+        {"launch__spares": 1},
+        "launch.spares",
+        "launch.spares=1 launch.slurm add launch.slurm: {nodes: 2} remove spares",
+    ),
+    (
+        {"launch__spares": 1, "launch__slurm": {"nodes": 2}},
+        "launch.spares",
+        "launch.spares=1 launch.requeue.in_job_restarts=0 set in_job_restarts to 1 or more",
+    ),
+    (
+        {
+            "launch__spares": 1,
+            "launch__slurm": {"nodes": "2-4"},
+            "launch__requeue": {"in_job_restarts": 1},
+        },
+        "launch.spares",
+        "launch.spares=1 nodes=2-4 write one number, or use launch.elastic.nodes",
+    ),
     ({"data__name": "text"}, "data.name", "needs data.path, the file or folder to read"),
     ({"data__name": "tokens"}, "data.name", "needs data.path, the file to read"),
     ({"data__path": "x"}, "data.name", "data.path=x data.name=py remove"),

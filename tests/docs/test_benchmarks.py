@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import muon
+from benchmarks import faults_page, muon
 from benchmarks.any_model import table as any_model
 from benchmarks.common import take_turns
 from benchmarks.data_parallel import table as data_parallel
@@ -132,3 +132,8 @@ def test_sides_compare_round_by_round():
     found, half = ratio(slow, 100.0)
     assert (found, half) == (pytest.approx(2.0), pytest.approx((2.0, 9.0)))
     assert ratio({"median": 3.0}, {"median": 2.0}) == (1.5, None)
+
+
+def test_the_page_of_faults_follows_the_stored_rows():
+    text = faults_page.PAGE.read_text("utf-8").partition(faults_page.MARKER)[2]
+    assert text.strip("\n") == faults_page.page(faults_page.stored()).strip("\n")

@@ -45,13 +45,25 @@ GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by p
 WAITED = "RuntimeError: Timed out waiting 30000ms for recv operation to complete"
 STORE = "DistNetworkError: failed to recv, got 0 bytes. Broken pipe"
 SAVING = "CheckpointError: saving step_2 failed on rank 1 on n1: OSError: timed out"
+BITS = "CommError: step 2: 1 tensors of their groups differ in bits: a.b#step on rank 2; values"
+NAN = "NonFiniteError: step 1: on rank 2, stage 0 the gradient of a.b is not finite"
 NCCL = "DistBackendError: NCCL error: remote process exited or there was a network error"
+
+
+def called(rank: int, number: int, shape: str) -> Failure:
+    text = f"all_reduce over the data group of ranks (0, 1, 2, 3) failed (number {number}, "
+    return error(rank, rank, f"CommError: {text}float32{shape}): {GLOO}")
 
 
 @pytest.mark.parametrize(
     ("failures", "blamed"),
     [
         ([error(0, 1, "ValueError: x")], 0),
+        ([error(0, 1, BITS), error(2, 2, BITS)], 2),
+        ([error(0, 1, NAN), error(2, 2, NAN)], 2),
+        ([called(0, 7, "[4]"), called(1, 7, "[4]"), called(2, 7, "[5]"), killed(3, 0, 6)], 2),
+        ([called(0, 7, "[4]"), called(1, 7, "[4]"), called(2, 8, "[9]"), killed(3, 0, 6)], 2),
+        ([called(0, 7, "[4]"), called(1, 7, "[4]"), called(2, 7, "[4]"), killed(3, 0, 6)], 3),
         ([error(0, 1, "ValueError: x"), error(1, 2, "KeyError: y")], 0),
         ([error(0, 2, "ValueError: x"), error(1, 1, "KeyError: y")], 1),
         ([error(0, 1, GLOO), error(1, 2, "KeyError: y")], 1),

@@ -308,7 +308,28 @@ def test_calls_that_do_not_agree_are_both_named(ours, theirs, device):
     assert "do not agree on" in head and tells(head, "number 9", "ranks 0, 1, 2")
     for said in (ours, theirs):
         assert f"{said['operation']} {said['dtype']}{said['shape']}" in head, head
-    assert "rank 0" in head and "rank 2" in head
+    # of three ranks the one that makes another call; of two nobody knows
+    collective = ours["peer"] is None
+    assert found.suspects[0].rank == (2 if collective else 0)
+    assert ("ranks 0, 1" if collective else "rank 2") in head
+
+
+def test_one_that_disagrees_is_named_where_another_has_not_come():
+    """Rank 2 waits for a message of rank 3, which is in a call too many with others."""
+    group, lone = (0, 1, 2, 3), call("all_reduce", 9, shape=[3])
+    found = told(
+        one(0, snapshot(group, call("all_reduce", 9))),
+        one(1, snapshot(group, call("all_reduce", 9))),
+        one(2, snapshot(group, call("all_reduce", 8, "done"), call("receive", 1, peer=3))),
+        one(3, snapshot(group, lone)),
+    )
+    assert found.suspects[0].rank == 3 and "do not agree" in found.suspects[0].what
+
+
+def test_a_rank_without_a_link_is_to_blame_although_it_answers():
+    whole, other = (one(r, snapshot((0, 1), call("all_reduce", 9))) for r in range(2))
+    found = told(whole, replace(other, network="its interface eth0 is down"))
+    assert [c.rank for c in found.suspects][:1] == [1] and "eth0" in found.suspects[0].what
 
 
 def test_uneven_parts_are_no_disagreement():

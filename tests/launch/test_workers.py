@@ -121,6 +121,18 @@ def test_an_exception_ends_all_ranks_and_is_told_apart_from_its_consequences(
     assert_gone(pids(tmp_path, 3), 0)
 
 
+def return_in_rank_1() -> None:
+    if rank() != 1:
+        time.sleep(0.3)
+        raise ConnectionError("Connection closed by peer")
+
+
+def test_a_rank_that_returned_while_its_peers_waited_is_the_culprit() -> None:
+    with pytest.raises(RankError, match=r"^rank 1 of 3 failed: exit code 0") as caught:
+        run_local(return_in_rank_1, num_procs=3, preload=PRELOAD)
+    assert tells(str(caught.value).splitlines(), "rank 0 then failed", "ConnectionError")
+
+
 def signal_in_rank_1(folder: Path, signum: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     note_pid(folder)

@@ -1,15 +1,27 @@
-"""Elastic jobs with copies in their nodes' own memory, of which a node is lost: another than the
-first, and the first, on which the batch script runs; it is taken back when it is up again.
+"""Jobs that lose a node and have a spare one, and elastic jobs with copies in their nodes' memory,
+of which a node is lost: another than the first, and the first, on which the batch script runs; it
+is taken back when it is up again.
 """
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.slurm.cluster import ROOT, Cluster
-from tests.slurm.lives import CONFIG, ELASTIC, RUN, Lived, ending, on_two_nodes, rows, until_step
+from tests.slurm.lives import (
+    CONFIG,
+    ELASTIC,
+    RUN,
+    Lived,
+    ending,
+    on_two_nodes,
+    rows,
+    send,
+    until_step,
+)
 
 STEPS, LOCAL_EVERY = 90, 5
 WORDS = [*ELASTIC, f"train.steps={STEPS}"]
@@ -22,6 +34,7 @@ def submit(cluster: Cluster, folder: Path):
         "headless": cluster.beside(headless, cluster, folder),
         "ended": cluster.beside(ended, cluster, folder),
         "whole": cluster.beside(whole, folder),
+        "spared": cluster.beside(spared, cluster, folder),
     }
 
 
@@ -36,6 +49,32 @@ def whole(folder: Path) -> Path:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     return folder / "whole"
+
+
+def spared(shared: Cluster, folder: Path) -> tuple[Lived, float]:
+    """Of three nodes, one of which is idle, the second loses its power, of which Slurm is not told;
+    the seconds until a step is finished again.
+    """
+    cluster = shared.sibling(nodes=3, accounting=True)
+    kept = [x for x in WORDS if not x.startswith("launch.elastic")]
+    run, job = send(
+        cluster, folder, "spared", *kept, "launch.slurm.nodes=2", "launch.spares=1",
+        "checkpoint.local_dir=/dev/shm", "checkpoint.local_every=1",
+        "checkpoint.async_mode=disabled",
+    )  # fmt: skip
+    until_step(cluster, run, 18)
+    before, began_s = (run / "metrics.jsonl").stat().st_ino, time.monotonic()
+    cluster.node("crash", "n2")
+    reached = rows(run)[-1]["step"]
+
+    def is_back() -> bool:
+        return (run / "metrics.jsonl").stat().st_ino != before and rows(run)[-1]["step"] > reached
+
+    cluster.wait_for(is_back, 200, f"a step after {reached} on other nodes", 0.1)
+    back_s = time.monotonic() - began_s
+    found = ending(cluster, run, job)
+    cluster.down()
+    return found, back_s
 
 
 def shrunk(shared: Cluster, folder: Path) -> Lived:
@@ -67,6 +106,21 @@ def ended(shared: Cluster, folder: Path) -> Lived:
     found = Lived(run, job, [cluster.wait_end(job, 400)], "")
     cluster.down()
     return found
+
+
+def test_a_spare_node_takes_the_place_of_one_that_lost_its_power(submitted):
+    """One step at most is done again. Ranks of other tests keep the machine busy, so the time only
+    has to be less than Slurm needs."""
+    life, back_s = submitted["spared"].result(timeout=400)
+    assert life.states[-1] == "COMPLETED" and life.code == "0:0"
+    began = {start["start"]: start["step"] for start in life.starts}
+    assert list(began) == [f"{life.job}.0", f"{life.job}.0.1"], "not requeued"
+    assert [start["nodes"] for start in life.starts] == ["n[1-2]", "n[1,3]"]
+    again = (life.run / "job" / f"decision.{life.job}.0").read_text()
+    reached = int(again.split("after step ")[1].split(":")[0])
+    assert 0 <= reached - began[f"{life.job}.0.1"] <= 1
+    assert back_s < 90
+    has_the_losses_of(rows(submitted["whole"].result(timeout=400)), life)
 
 
 @pytest.mark.full

@@ -280,3 +280,33 @@ def test_a_wrong_run_starts_nothing_and_leaves_nothing(tmp_path):
     assert process.returncode == 2 and "Traceback" not in out
     assert "train.stepz" in out and "did you mean" in out and "parallel.tensor" in out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_rank_costs_at_most_a_step_where_ranks_are_started_again(tmp_path):
+    """By one process that stays: the report names the rank, and rows are those of an undisturbed
+    run."""
+    args = "seq_len: 32, num_val: 16, pause_s: 0, rank: 1, step: 6"
+    one = ("parallel.pipe=1", "pipeline.microbatches=1", "train.steps=9", "data.name=null",
+           "precision.dtype=float64", "data.target=tests.train.sources:Mortal",
+           "checkpoint.local_dir=/dev/shm", "checkpoint.local_every=1",
+           "launch.requeue.in_job_restarts=1")  # fmt: skip
+    found = {}
+    for name, data in (("killed", 2), ("whole", 1)):
+        note = f"data.args={{{args}, note: {tmp_path}/{name}.note}}"
+        out = run(tmp_path / name, *one, note, f"parallel.data={data}")
+        found[name] = rows(tmp_path / name)
+        assert ("rank 1 of 2 failed: killed by signal 9" in out) is (name == "killed")
+    note_s = float((tmp_path / "killed.note").read_text())
+    events = [x for x in _events(tmp_path / "killed") if x["event"] in ("start", "end")]
+    assert [x["event"] for x in events] == ["start", "end", "start", "end"]
+    assert 5 - events[2]["step"] <= 1, "the step before the one in which it was killed"
+    assert events[2]["at_s"] - note_s < 15
+    assert [row["step"] for row in found["killed"]] == list(range(1, 10)), "each step once"
+    for row, expected in zip(found["killed"], found["whole"], strict=True):
+        assert row["loss"] == pytest.approx(expected["loss"], rel=1e-9)
+        assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-9)
+
+
+def _events(folder: Path) -> list[dict]:
+    lines = (folder / "gpt_tiny" / "events.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]

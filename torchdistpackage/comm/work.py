@@ -14,14 +14,17 @@ from torch import Tensor
 from torchdistpackage.comm import debug_checks
 from torchdistpackage.comm.flight_recorder import (
     ACTION,
+    DTYPE,
     FAILED,
     GROUP,
     OPERATION,
     PEER,
     SEQUENCE,
+    SHAPE,
     STATE,
     WAITING,
     Call,
+    dtype_name,
     recorder,
     returned,
 )
@@ -152,5 +155,12 @@ def failed(call: Call, error: Exception) -> CommError:
     reason, _, _ = str(error).partition(_ADVICE)
     return CommError(
         f"{call[OPERATION]}{peer}{f' for {action}' if action else ''} over {where} {state.ranks} "
-        f"failed (number {call[SEQUENCE]}): {reason}"
+        f"failed (number {call[SEQUENCE]}{_tensor(call)}): {reason}"
     )
+
+
+def _tensor(call: Call) -> str:
+    """Return `, float32[4]`, by which a call that differs from those of its peers is found."""
+    if call[DTYPE] is None:
+        return ""
+    return f", {dtype_name(call[DTYPE])}{list(call[SHAPE])}"

@@ -42,14 +42,27 @@ def elastic_config(
     )
 
 
+def goes_on_without_nodes(config: RunConfig) -> bool:
+    """Return whether a job that lost nodes starts its ranks again on those that are left."""
+    launch = config.launch
+    varies = launch.elastic.nodes is not None or launch.spares > 0
+    return varies and launch.requeue.in_job_restarts > 0
+
+
 def nodes_used(config: RunConfig, shape: JobGeometry) -> dict[int, int]:
     """Return how many nodes the job uses for each number of nodes it may get.
 
-    A job uses the largest number of nodes for which degrees exist.
+    A job uses the largest number of nodes for which degrees exist, and leaves `launch.spares` idle.
 
     Raises:
         ConfigError: no degrees fit the fewest nodes.
     """
+    used = _nodes_fitted(config, shape)
+    most = shape.nodes[-1]
+    return used | {most + more: used[most] for more in range(1, config.launch.spares + 1)}
+
+
+def _nodes_fitted(config: RunConfig, shape: JobGeometry) -> dict[int, int]:
     if config.launch.elastic.nodes is None:
         return {nodes: nodes for nodes in shape.nodes}
     used: dict[int, int] = {}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torchdistpackage.config.data_section import DataSection
 from torchdistpackage.config.schema import EarlyStopSection, ModelSection, RunConfig
+from torchdistpackage.config.slurm import header
 from torchdistpackage.config.types import MAX_RANKS
 from torchdistpackage.errors import ConfigError
 
@@ -96,6 +97,30 @@ def _elastic_is_of_a_job(c: RunConfig, world_size: int | None) -> str | None:
         f"options in launch.slurm; add one, such as launch.slurm: {{ntasks-per-node: 8}}, or "
         f"remove elastic"
     )
+
+
+@rule("launch.spares", "launch.slurm", "launch.requeue.in_job_restarts", "launch.elastic.nodes")
+def _spares_are_used(c: RunConfig, world_size: int | None) -> str | None:
+    spares, options = c.launch.spares, header(c.launch.slurm)
+    if not spares or world_size:
+        return None
+    if not c.launch.slurm:
+        return (
+            f"launch.spares={spares} is for Slurm jobs and has no effect without options in "
+            f"launch.slurm; add one, such as launch.slurm: {{nodes: 2}}, or remove spares"
+        )
+    if not c.launch.requeue.in_job_restarts:
+        return (
+            f"launch.spares={spares} has no effect with launch.requeue.in_job_restarts=0; set "
+            f"in_job_restarts to {spares} or more"
+        )
+    nodes = options.get("nodes") or "1"
+    if c.launch.elastic.nodes is None and not nodes.isdecimal():
+        return (
+            f"launch.spares={spares} needs one number of nodes for the ranks, but launch.slurm has "
+            f"nodes={nodes}; write one number, or use launch.elastic.nodes"
+        )
+    return None
 
 
 @rule("launch.local.procs", *DEGREES, "parallel.order", "launch.elastic.nodes")

@@ -626,6 +626,12 @@ class LaunchSection(Section):
     )
     requeue: RequeueSection = default(RequeueSection)
     elastic: ElasticSection = default(ElasticSection)
+    spares: k.Spares = Field(
+        default=0,
+        description="Number of nodes that the job asks for beyond those of its ranks. When a node "
+        "is lost, the ranks are started again in the same job with a spare in its place; needs "
+        "launch.requeue.in_job_restarts.",
+    )
     init_timeout_s: k.Seconds = Field(
         default=60.0,
         description="Seconds to wait at the start for all ranks to join. Raise it for large jobs "

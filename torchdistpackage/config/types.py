@@ -183,6 +183,7 @@ TeacherZero = Annotated[Literal[0, 3], Expected("0 or 3")]
 StepsOrZero = Annotated[int, Field(ge=0, le=MAX_STEPS), _Whole]
 StepsOrNull = StepsOrZero | None
 Restarts = Annotated[int, Field(ge=0, le=1000), _Whole]
+Spares = Annotated[int, Field(ge=0, le=1000), _Whole]
 ZeroGroup = Annotated[int, Field(ge=1, le=MAX_RANKS), _Whole] | Literal["node"] | None
 ZeroStage = Annotated[int, Field(ge=0, le=3), _Whole, Expected("0, 1, 2 or 3")]
 Seed = Annotated[int, Field(ge=0, lt=2**63), _Whole, Expected("a whole number from 0 to 2**63 - 1")]

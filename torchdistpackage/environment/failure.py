@@ -60,8 +60,19 @@ _CONSEQUENCES = (
     "timed out", "timeout", "time limit",
 )  # fmt: skip
 
-# By which `fail_together` names the rank that raised, on all ranks.
-_ON_RANK = re.compile(r" failed on rank (\d+) on ")
+# By which `fail_together`, and checks of what ranks hold, name one rank on all ranks.
+_ON_RANK = re.compile(
+    r" failed on rank (\d+) on "
+    r"| differ in bits: \S+ on rank (\d+)(?:;| and |$)"
+    r"|: the (?:output|loss) of microbatch \d+ is not finite on rank (\d+), "
+    r"|: on rank (\d+), stage \d+ the gradient of "
+)
+
+# How `comm.work.failed` names a call.
+_CALL = re.compile(
+    r"\b(?P<operation>\w+)(?: for [^()]*)? over (?P<group>.*) failed "
+    r"\(number (?P<number>\d+), (?P<tensor>\w+\[[\d, ]*\])\)"
+)
 
 _LIBRARY = re.compile(r"/lib/python3[.\d]*/|^<")
 """Patterns of files that belong to Python or to installed packages."""
@@ -219,7 +230,7 @@ def is_secondary(failure: Failure) -> bool:
     # An abort is how NCCL's watchdog and C++ end a rank that waited in vain; its output says so.
     text = (failure.detail.partition(_STACK)[0] if aborted else failure.error).lower()
     if named := _ON_RANK.search(text):
-        return int(named[1]) != failure.rank
+        return int(next(filter(None, named.groups()))) != failure.rank
     return any(phrase in text for phrase in _CONSEQUENCES)
 
 
@@ -260,11 +271,39 @@ def _in_another_call(failures: Sequence[Failure]) -> Failure | None:
     """
     if not all(_is_abort(failure) or is_secondary(failure) for failure in failures):
         return None
+    if (odd := _with_another_tensor(failures)) is not None:
+        return odd
     at = [(user_line(f.detail, innermost_first=_is_abort(f)), f) for f in failures]
     for line, failure in at:
         others = {other for other, each in at if each is not failure}
         if len(at) > 2 and line and len(others) == 1 and "" not in others and line not in others:
             return failure
+    return None
+
+
+def _with_another_tensor(failures: Sequence[Failure]) -> Failure | None:
+    """Return the one failure in another call of a group, or with another tensor, than two or more
+    others that agree; None if there is none.
+
+    Where gloo aborted a rank, a call too few has put one rank a number ahead of the others.
+    """
+    by_number: dict[object, dict[object, list[Failure]]] = {}
+    by_group: dict[object, dict[object, list[Failure]]] = {}
+    for failure in failures:
+        if match := _CALL.search(failure.error):
+            group, number, call = (
+                match["group"],
+                match["number"],
+                (match["operation"], match["tensor"]),
+            )
+            by_number.setdefault((group, number), {}).setdefault(call, []).append(failure)
+            by_group.setdefault(group, {}).setdefault((number, *call), []).append(failure)
+    places = list(by_number.values())
+    places += by_group.values() if any(map(_is_abort, failures)) else ()
+    for by_call in places:
+        alone = [same[0] for same in by_call.values() if len(same) == 1]
+        if len(by_call) == 2 and len(alone) == 1:
+            return alone[0]
     return None
 
 
@@ -293,7 +332,11 @@ def report(failures: Sequence[Failure], num_ranks: int) -> str:
     """
     first = root_cause(failures)
     lines = [f"rank {first.rank} of {num_ranks} failed: {summary(first)}"]
-    if first is _in_another_call(failures):
+    if first is _with_another_tensor(failures):
+        lines.append(
+            "  two or more others were in one call, and it was not, or with another tensor"
+        )
+    elif first is _in_another_call(failures):
         lines.append(
             f"  it alone was at {user_line(first.detail, innermost_first=_is_abort(first))}"
         )

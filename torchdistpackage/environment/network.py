@@ -8,6 +8,7 @@ Addresses are read from the kernel and the resolver, without starting a process.
 empty values, not errors; the choice then says what is missing.
 """
 
+import fcntl
 import re
 import socket
 import struct
@@ -357,3 +358,30 @@ def _attributes(block: bytes) -> dict[int, bytes]:
 def _aligned(length: int) -> int:
     """Return a length rounded up to 4 bytes, as netlink pads."""
     return (length + 3) & ~3
+
+
+_GET_FLAGS, _UP, _RUNNING = 0x8913, 0x1, 0x40
+"""Linux: SIOCGIFFLAGS, IFF_UP, IFF_RUNNING."""
+
+
+def interface_trouble(env: Mapping[str, str]) -> str:
+    """Return which interface of gloo or NCCL has no link; "" if each has one, or it is not known.
+
+    The kernel is asked about this process's network namespace, which /sys may not show.
+    """
+    names = (env.get("GLOO_SOCKET_IFNAME", ""), env.get("NCCL_SOCKET_IFNAME", ""))
+    for name in dict.fromkeys(text.strip("=^").partition(",")[0] for text in names):
+        if not name:
+            continue
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+                request = struct.pack("16sH14x", name.encode()[:15], 0)
+                answer = fcntl.ioctl(sock.fileno(), _GET_FLAGS, request)
+        except OSError:  # a prefix of several names, or one that is gone
+            continue
+        flags = struct.unpack("16sH14x", answer)[1]
+        if not flags & _UP:
+            return f"its interface {name} is down"
+        if not flags & _RUNNING:
+            return f"its interface {name} has no link"
+    return ""

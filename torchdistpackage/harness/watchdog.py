@@ -25,6 +25,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.comm.flight_recorder import has_nccl_trace, nccl_trace, recorder
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.environment.failure import from_exception, is_secondary, note_stacks, to_json
+from torchdistpackage.environment.network import interface_trouble
 from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.hang import flights
@@ -217,6 +218,7 @@ class HangWatchdog(Heartbeat):
         self.world_size, self.timeout_s = world_size, timeout_s
         self.slow_timeout_s = long_s if slow_timeout_s is None else slow_timeout_s
         self.first_timeout_s = long_s if first_timeout_s is None else first_timeout_s
+        self.start_timeout_s = 3 * self.slow_timeout_s
         for name in ("timeout_s", "slow_timeout_s", "first_timeout_s"):
             if (limit_s := getattr(self, name)) <= 0:
                 raise ConfigError(f"watch: {name} is {limit_s:g}; give it more than 0 seconds")
@@ -316,7 +318,8 @@ class HangWatchdog(Heartbeat):
     def _limit_s(self) -> float:
         """Return the time limit of what the loop does now."""
         if self.num_slow:
-            return self.slow_timeout_s
+            # before the first step models are read and compiled
+            return self.slow_timeout_s if self.num_steps else self.start_timeout_s
         return self.timeout_s if self.num_steps > 1 else self.first_timeout_s
 
     # -- what this rank says -----------------------------------------------------------
@@ -339,6 +342,7 @@ class HangWatchdog(Heartbeat):
                 limit_s=self._limit_s,
                 snapshot=dict(recorder.snapshot()),
                 stacks=tuple(self._stacks()),
+                network=interface_trouble(os.environ),
                 neighbours={r: x for r, x in letters.items() if x is not None and r != dump.rank},
             )
             self._folder.write(self._dump)

@@ -11,6 +11,7 @@ import os
 import selectors
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -47,6 +48,10 @@ _RUN_RANK = "torchdistpackage.launch.entrypoint:run_rank"
 # A rank that trains imports all of these; the last when it makes its first optimizer.
 _PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "torchdistpackage.comm.runtime")
 """Modules that every rank needs: importing them once saves each rank a tenth of a second of CPU."""
+
+
+class SignalledError(RankError):
+    """The caller was asked to end, and not all ranks had returned."""
 
 
 @dataclass(slots=True)
@@ -219,6 +224,7 @@ def run_local(
     grace_s: float = 2.0,
     on_line: Callable[[int, str], None] | None = None,
     handled: Sequence[str] = (),
+    server: ForkServer | None = None,
 ) -> list[object]:
     """Run `target(*args)` in `num_procs` processes of this machine and return their results by
     rank.
@@ -233,6 +239,7 @@ def run_local(
     on_line: called in this thread with (rank, line) for each line that ranks other than 0 write.
     handled: signals ("USR1", "TERM", ...) on which ranks return by themselves: passed on, without a
         grace period; only a second SIGTERM ends the ranks.
+    server: kept by the caller, who starts ranks again without another import of `preload`.
     Else SIGINT and SIGTERM are passed on, and take effect here when all ranks are gone.
 
     Raises:
@@ -248,7 +255,12 @@ def run_local(
     signals = _Signals(tuple(signal.Signals[f"SIG{name}"] for name in handled))
     for stream in (sys.stdout, sys.stderr):  # what was written before must also come out before
         stream.flush()
-    with signals.caught(), ForkServer(preload) as server, WorkerGroup(server) as group:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(signals.caught())
+        server = stack.enter_context(ForkServer(preload)) if server is None else server
+        # ranks of an earlier call have left theirs
+        folder = Path(tempfile.mkdtemp(dir=server.folder))
+        group = stack.enter_context(WorkerGroup(server))
         for rank in range(num_procs):
             environment = {
                 "OMP_NUM_THREADS": "1",
@@ -259,20 +271,21 @@ def run_local(
                 "LOCAL_RANK": str(rank),
                 "LOCAL_WORLD_SIZE": str(num_procs),
                 "MASTER_ADDR": "127.0.0.1",
-                "TDP_STORE": str(server.folder / "store"),
-                "TDP_FAILURE": str(server.folder / f"failure{rank}.json"),
+                "TDP_STORE": str(folder / "store"),
+                "TDP_FAILURE": str(folder / f"failure{rank}.json"),
             }
             name = f"rank{rank}.restart{environment.get('TDP_RESTART', '0')}.log"
-            log = (log_dir or server.folder) / name if rank else None
+            log = (log_dir or folder) / name if rank else None
             group.start(_RUN_RANK, (reference, packed, rank), environment, log)
-        watch = _RankMonitor(group, signals, grace_s, on_line)
+        watch = _RankMonitor(group, folder, signals, grace_s, on_line)
         failures = watch.until_gone()
         failures = [watch.explained(failure) for failure in failures]
+        failures += watch.left_early(failures)
     if failures:
         raise RankError(report(failures, num_procs))
     results = [o.value for _, o in sorted(watch.outcomes.items()) if isinstance(o, Result)]
     if len(results) < num_procs:
-        raise RankError(
+        raise SignalledError(
             f"ended by signal {signals.received[0]} when {len(results)} of {num_procs} ranks "
             "had returned"
         )
@@ -319,10 +332,12 @@ def run_or_launch(
 class _RankMonitor:
     """Waits for the ranks, and ends all of them after the first failure or signal.
 
-    outcomes: results or failures that the ranks reported. read_bytes: of each log.
+    folder: of the ranks' failures. outcomes: results or failures that the ranks reported.
+    read_bytes: of each log.
     """
 
     group: WorkerGroup
+    folder: Path
     signals: _Signals
     grace_s: float
     on_line: Callable[[int, str], None] | None
@@ -371,7 +386,7 @@ class _RankMonitor:
 
     def _failure(self, worker: LocalRank) -> Failure | None:
         outcome = self.outcomes.get(worker.rank)
-        report = read_failure(self.group.server.folder / f"failure{worker.rank}.json")
+        report = read_failure(self.folder / f"failure{worker.rank}.json")
         # after the report of a hang a rank may raise, as a peer that has ended already is gone
         failure = (
             report if report is not None and report.kind is FailureKind.HUNG else outcome or report
@@ -381,10 +396,22 @@ class _RankMonitor:
         ended = worker.exit_failure()
         return None if ended is None or (ended.exit_code == 0 and outcome) else ended
 
+    def left_early(self, failures: Sequence[Failure]) -> list[Failure]:
+        """Return the ranks that had returned, if all that failed lost a peer: these."""
+        if not failures or not all(map(is_secondary, failures)):
+            return []
+        return [
+            replace(ended, error="its function returned while others waited for it")
+            for rank, outcome in sorted(self.outcomes.items())
+            if isinstance(outcome, Result)
+            if (ended := self.group.ranks[rank].exit_failure()) is not None
+            if not ended.exit_code
+        ]
+
     def explained(self, failure: Failure) -> Failure:
         """Return the failure with the rank's last output and the line at which it crashed."""
         worker = self.group.ranks[failure.rank]
-        report = self.group.server.folder / f"failure{failure.rank}.json"
+        report = self.folder / f"failure{failure.rank}.json"
         return with_crash(worker.with_output(failure), report)
 
     def _show_new_lines(self) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torchdistpackage.checkpoint.commit import latest, step_of
 from torchdistpackage.config.all_problems import ProblemCollector
+from torchdistpackage.config.elastic import goes_on_without_nodes
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.load import load, load_draft
 from torchdistpackage.config.schema import RunConfig
@@ -22,6 +23,7 @@ from torchdistpackage.data.tokens.texts import read_at_start
 from torchdistpackage.environment.rendezvous import Rendezvous, detect
 from torchdistpackage.errors import LaunchError, RankError
 from torchdistpackage.files import atomic_write
+from torchdistpackage.launch.fork_server_client import ForkServer
 from torchdistpackage.launch.lock import Lock
 from torchdistpackage.launch.process import SignalFlag, name_thread
 from torchdistpackage.launch.run_events import END, note_event
@@ -33,6 +35,7 @@ from torchdistpackage.launch.slurm.requeue import (
     EXIT_TEMPFAIL,
     Decision,
     RequeueDecision,
+    decide_in_job,
     read_decision,
     requeue_self,
     restart_denied,
@@ -47,7 +50,7 @@ from torchdistpackage.launch.slurm.run_dir import (
     this_start,
 )
 from torchdistpackage.launch.supervisor import WatchedRank, supervise
-from torchdistpackage.launch.workers import run_local
+from torchdistpackage.launch.workers import SignalledError, run_local
 from torchdistpackage.lazy import resolve
 from torchdistpackage.plan.elastic import fitted
 from torchdistpackage.plan.refusals import (
@@ -132,24 +135,46 @@ def start_ranks(path: str, overrides: list[str], resume: str) -> int:
                 raise LaunchError(reason)
             append_start(files, start)
             env["TDP_RESTART"] = str(start.restart)
-        try:
-            codes = run_local(
-                WORKER_MAIN,
-                (config, resume),
-                num_procs=num_procs,
-                preload=PRELOAD,
-                log_dir=files.logs,
-                env=env,
-                handled=config.launch.requeue.signals,
-            )
-        except RankError as error:
-            step = next((row["step"] for row in last_rows(files.run / METRICS)), 0)
-            note_event(files.run, END, step, word="failed", reason=str(error).partition("\n")[0])
-            error.add_note(how_to_go_on(files.run / CHECKPOINTS, step))
-            raise
+        codes = _codes_of_ranks(config, resume, num_procs, files, env)
     if EXIT_TEMPFAIL not in codes:
         return 0
     return (requeue_self(files, os.environ) if in_job else 0) or EXIT_TEMPFAIL
+
+
+def _codes_of_ranks(
+    config: RunConfig, resume: str, num_procs: int, files: RunDir, env: dict[str, str]
+) -> list[object]:
+    """Return the exit codes of the ranks, which are started again as often as the file allows.
+
+    The server that forks them stays, so none of them waits for imports.
+    """
+    # what starts again in a job has a number of its own, which its script gives
+    left = 0 if "TDP_RESTART" in env else config.launch.requeue.in_job_restarts
+    before: Decision | None = None
+    with ForkServer(PRELOAD) as server:
+        while True:
+            try:
+                return run_local(
+                    WORKER_MAIN,
+                    (config, resume),
+                    num_procs=num_procs,
+                    log_dir=files.logs,
+                    env=env,
+                    handled=config.launch.requeue.signals,
+                    server=server,
+                )
+            except RankError as error:
+                step = next((row["step"] for row in last_rows(files.run / METRICS)), 0)
+                reason = str(error).partition("\n")[0]
+                note_event(files.run, END, step, word="failed", reason=reason)
+                left = 0 if isinstance(error, SignalledError) else left
+                decided = decide_in_job(f"after step {step}: {reason}", before, starts_left=left)
+                if decided.word is not RequeueDecision.AGAIN:
+                    error.add_note(how_to_go_on(files.run / CHECKPOINTS, step))
+                    raise
+                sys.stdout.write(f"{error}\n{decided}\n")
+            before, left, resume = decided, left - 1, "auto"
+            env["TDP_RESTART"] = str(int(env.get("TDP_RESTART", "0")) + 1)
 
 
 def _checked(path: str, overrides: list[str], resume: str) -> tuple[RunConfig, Plan, str]:
@@ -249,7 +274,9 @@ def _supervise(
     start = _this_start(files, rendezvous.rank)
     failures, decision = files.failures(start.start), files.decision(start.start)
     log = files.rank_log(rendezvous.rank, start.restart)
-    watched = WatchedRank(rendezvous.rank, log, failures, decision, rendezvous.world_size)
+    # where the script restarts the ranks on other nodes, it need not wait for Slurm's word
+    waits_for = 0 if goes_on_without_nodes(config) else rendezvous.world_size
+    watched = WatchedRank(rendezvous.rank, log, failures, decision, waits_for)
     watched.report.unlink(missing_ok=True)
     os.environ["TDP_RESTART"] = str(start.restart)
 

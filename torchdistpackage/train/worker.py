@@ -17,7 +17,9 @@ import torch
 from torchdistpackage.checkpoint.local_copies import LocalCopies
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.creation import end_processes
+from torchdistpackage.comm.keepalive import keep_alive
 from torchdistpackage.comm.runtime import JoinResult, join, leave, libraries, make_deterministic
+from torchdistpackage.config.elastic import goes_on_without_nodes
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.data.tokens.data_fingerprint import data_fingerprints, edited_data
 from torchdistpackage.data.tokens.template_date import with_template_date
@@ -75,9 +77,14 @@ def worker_main(config: RunConfig, resume: str, signals: SignalFlag | None = Non
         with only_writer(rank.folder) if rank.leads else nullcontext():
             changes = _prepare(rank)
             _announce(rank)
-            prepared = _build(rank)
-            stop = _note_start(rank, prepared.state, changes)
-            ended = _run(rank, prepared, stop)
+            # what reads data and checkpoints can hang as a step can
+            with _watch(rank) as watch:
+                with watch.allow_slow():
+                    prepared = _build(rank)
+                    stop = _note_start(rank, prepared.state, changes)
+                    if goes_on_without_nodes(rank.config):
+                        keep_alive()
+                ended = _run(rank, prepared, stop, watch)
             return _conclude(rank, ended, stop)
 
 
@@ -261,19 +268,27 @@ def _note_start(rank: RunRank, state: TrainState, changes: StartChanges) -> Stop
     return stop
 
 
-def _run(rank: RunRank, prepared: PreparedRun, stop: StopController) -> EndedRun:
-    """Train to the last step, or until a rank asks for the end, under the watch for hangs."""
-    config, folder, plan = rank.config, rank.folder, rank.plan
+def _watch(rank: RunRank) -> HangWatchdog:
+    """Return the watch for hangs; all ranks make it together."""
+    config, folder = rank.config, rank.folder
     rank_number, world_size = rank.rendezvous.rank, rank.rendezvous.world_size
-    watch = HangWatchdog(
+    return HangWatchdog(
         folder,
         rank=rank_number,
         world_size=world_size,
-        topology=plan.topology,
+        topology=rank.plan.topology,
         timeout_s=config.train.step_timeout_s,
         first_timeout_s=max(config.launch.init_timeout_s, config.train.step_timeout_s),
         start=agree_on_start(folder, rank=rank_number, world_size=world_size),
     )
+
+
+def _run(
+    rank: RunRank, prepared: PreparedRun, stop: StopController, watch: HangWatchdog
+) -> EndedRun:
+    """Train to the last step, or until a rank asks for the end."""
+    config, folder, plan = rank.config, rank.folder, rank.plan
+    rank_number = rank.rendezvous.rank
     trackers = Trackers(
         config.log.to,
         folder,
@@ -282,7 +297,7 @@ def _run(rank: RunRank, prepared: PreparedRun, stop: StopController) -> EndedRun
         config=dict(flat(config.model_dump(mode="json"))),
         step=prepared.state.step,
     )
-    with watch, trackers, only_returns():
+    with trackers, only_returns():
         more = [trackers] if config.log.to else []
         loop = make_loop(
             prepared.trainer, prepared.state, folder, stop, watch, more, prepared.local

@@ -304,15 +304,16 @@ esac
 """
 
 
-def elastic(bash, *more: str, **env: str):
+def elastic(bash, *more: str, nodes: str = "1-4", degrees: str = "data: 4", **env: str):
     """An elastic job of four nodes, run by bash; what it tried, one line a start."""
     for name in ("srun", "python", "scontrol", "squeue", "scancel", "sleep", "date"):
         (bash.commands / name).write_text(CLOCK if name == "date" else ELASTIC)
         (bash.commands / name).chmod(0o755)
-    more = ("launch.requeue.in_job_restarts=1", "launch.elastic.nodes=[1, 4]", *more)
-    job = job_of("{ntasks-per-node: 1}", bash.folder, overrides=more)
+    span = ["launch.elastic.nodes=[1, 4]"] if nodes == "1-4" else []
+    more = ("launch.requeue.in_job_restarts=1", *span, *more)
+    job = job_of("{ntasks-per-node: 1}", bash.folder, degrees, overrides=more)
     found = lines(job)
-    assert {"#SBATCH --nodes=1-4", "#SBATCH --no-kill", "#SBATCH --mincpus=1"} <= set(found)
+    assert {f"#SBATCH --nodes={nodes}", "#SBATCH --no-kill", "#SBATCH --mincpus=1"} <= set(found)
     assert not [line for line in found if "tasks" in line], "Slurm would give the fewest nodes"
     node = {"SLURM_JOB_NUM_NODES": "4", "SLURMD_NODENAME": "n1"}
     done = bash(job, **node, **env)
@@ -322,8 +323,8 @@ def elastic(bash, *more: str, **env: str):
 @pytest.mark.parametrize(
     ("gone", "then"),
     [
-        ("n2", "--nodes=3 --ntasks=3 n1,n3,n4"),
-        ("n1 n4", "--nodes=2 --ntasks=2 n2,n3"),
+        ("n2", "--nodes=3 --ntasks=3 n1,n3,n4 shared"),
+        ("n1 n4", "--nodes=2 --ntasks=2 n2,n3 shared"),
         ("none", "--nodes=4 --ntasks=4 n1,n2,n3,n4"),
         ("n1 n2 n3 n4", None),
     ],
@@ -336,7 +337,7 @@ def test_an_elastic_job_goes_on_with_the_nodes_that_answer(bash, gone, then):
     assert (f"{NODE_SILENT} within 240 s" in done.stdout) is (then is None)
     assert Path(f"{bash.noted}.requeued").exists() is (then is None)
     assert set(Path(f"{bash.noted}.cancelled").read_text().split()) == {"--signal=KILL", "7.1"}
-    left = then.rpartition(" ")[2].split(",") if then else []
+    left = then.split()[2].split(",") if then else []
     guards = ["n2", *[node for node in left if node != "n1"][:1]]
     assert Path(f"{bash.noted}.guards").read_text().split() == guards, "beside the first node"
 
@@ -344,20 +345,30 @@ def test_an_elastic_job_goes_on_with_the_nodes_that_answer(bash, gone, then):
 @pytest.mark.parametrize(
     ("env", "then", "requeued"),
     [
-        ({"FREED": "120"}, "--nodes=3 --ntasks=3 n1,n3,n4", False),
-        ({"FREED": "9999"}, "--nodes=3 --ntasks=3 n1,n3,n4 shared", False),
+        ({"FREED": "9999"}, "--nodes=4 --ntasks=4 n1,n2,n3,n4 shared", False),
         ({"FREED": "9999", "SHARED": "1"}, None, True),
     ],
 )
-def test_an_elastic_job_waits_for_the_old_step_then_shares_and_then_is_requeued(
-    bash, env, then, requeued
-):
-    done, attempts = elastic(bash, GONE="n2", **env)
+def test_an_elastic_job_shares_with_the_old_step_and_is_else_requeued(bash, env, then, requeued):
+    done, attempts = elastic(bash, GONE="none", **env)
     assert done.returncode == 0, done.stdout
     assert attempts[1:] == ([then] if then else [])
     assert Path(f"{bash.noted}.requeued").exists() is requeued
     decision = (bash.folder / "job" / "decision.7.0").read_text()
     assert decision.startswith("requeue after step 3: lost; " if requeued else "again")
+
+
+@pytest.mark.parametrize(
+    ("gone", "then"), [("n2", "n1,n3,n4 shared"), ("none", "n1,n2,n3"), ("n2 n4", None)]
+)
+def test_a_spare_node_takes_the_place_of_a_lost_one(bash, gone, then):
+    """With two nodes lost the three that ranks need are not left, and the job is requeued."""
+    changes = ("launch.spares=1", "launch.slurm.nodes=3")
+    done, attempts = elastic(bash, *changes, nodes="4", degrees="data: 3", GONE=gone)
+    assert done.returncode == 0, done.stdout
+    shape = "--nodes=3 --ntasks=3"
+    assert attempts == [f"{shape} n1,n2,n3", *([f"{shape} {then}"] if then else [])]
+    assert Path(f"{bash.noted}.requeued").exists() is (then is None)
 
 
 @pytest.mark.parametrize(

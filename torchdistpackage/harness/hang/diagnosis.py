@@ -16,6 +16,7 @@ from torchdistpackage.harness.hang.stacks import innermost, is_waiting, loop_of
 from torchdistpackage.harness.hang.waits import (
     RankRecord,
     RankWait,
+    RecordedCall,
     aborted,
     blocked_by,
     cycles,
@@ -197,6 +198,9 @@ class Hang:
         if dump is None:
             fault = "has never come to its first step, or its folder is another one"
             return Suspect(rank, "", 0, Cause.LOST, fault)
+        if dump.network:
+            host, pid = dump.process.host, dump.process.pid
+            return Suspect(rank, host, pid, Cause.LOST, f"is cut off: {dump.network}")
         if dump.state is State.DUMPED:
             return None
         if dump.state is State.LEFT:
@@ -237,8 +241,12 @@ class Hang:
         first = max(circle, key=lambda wait: wait.disagrees)
         peer, call = self.describe_rank(first.behind[0]), first.call
         if first.disagrees:
-            against = " against ".join(self._versions(first))
-            fault = f"and {peer} do not agree on {call.numbered}: {against}"
+            calls = self._calls_met(first)
+            fault = f"do not agree on {call.numbered}: {' against '.join(versions(calls))}"
+            if (odd := _odd(calls)) is not None:
+                others = ranks_listed(sorted({r for _, r in calls} - {odd}))
+                return self._of(odd, Cause.CIRCLE, f"and {others} {fault}")
+            fault = f"and {peer} {fault}"
         elif first.other is not None:
             fault = (
                 f"and all others are in {call.numbered}, {call.called}, and it does "
@@ -246,14 +254,24 @@ class Hang:
                 f"which `with comm.checked_calls():` compares"
             )
         else:
+            for calls in (self._calls_met(w) for w in circle if w.call.peer is None):
+                # some have come, and one of them with another call
+                if (odd := _odd(calls)) is not None:
+                    others = ranks_listed(sorted({r for _, r in calls} - {odd}))
+                    met = f"do not agree on {calls[0][0].numbered}: "
+                    fault = f"and {others} {met}{' against '.join(versions(calls))}"
+                    return self._of(odd, Cause.CIRCLE, fault)
+            # a collective in which nobody else is, while the others wait in their own calls
+            alone = [w for w in circle if w.call.peer is None and _is_alone(w)]
+            if len(alone) == 1:
+                first = alone[0]
+                peer = self.describe_rank(first.behind[0])
             ways = (f"rank {w.rank} waits in {w.call} for rank {w.behind[0]}" for w in circle)
             fault = f"and {peer} wait in a circle: {'; '.join(ways)}"
         return self._of(first.rank, Cause.CIRCLE, fault)
 
-    def _versions(self, wait: RankWait) -> list[str]:
-        """Return texts such as `all_reduce float32[4] (rank 0)`, `broadcast float32[4] (ranks 1,
-        2)`.
-        """
+    def _calls_met(self, wait: RankWait) -> list[tuple[RecordedCall, int]]:
+        """Return the calls that meet in the one of `wait`, each with its rank."""
         call = wait.call
         parties = call.ranks if call.peer is None else (wait.rank, call.peer)
         waiting = [
@@ -263,7 +281,7 @@ class Hang:
         ]
         if wait.other is not None and wait.other.called not in {each.called for each, _ in waiting}:
             waiting += [(wait.other, rank) for rank in wait.behind]
-        return versions(waiting)
+        return waiting
 
     def _unexplained(self) -> Suspect:
         """Return a suspect by the stacks, where all ranks answer and no rank is known to be waited
@@ -404,6 +422,20 @@ class Hang:
             f"{ranks_listed(ranks)}:\n" + _indented("\n".join(s.rstrip() for s in stacks))
             for stacks, ranks in grouped(stacks_of_ranks).items()
         ]
+
+
+def _odd(calls: Sequence[tuple[RecordedCall, int]]) -> int | None:
+    """Return the one rank that is in another call than two or more others, which agree; else
+    None.
+    """
+    by_call = grouped((call.called, rank) for call, rank in calls)
+    alone = [ranks[0] for ranks in by_call.values() if len(ranks) == 1]
+    return alone[0] if len(by_call) == 2 and len(alone) == 1 else None
+
+
+def _is_alone(wait: RankWait) -> bool:
+    """Return whether no other member of the group has issued the call of `wait`."""
+    return len(wait.behind) == len(wait.call.ranks) - 1
 
 
 def _section(title: str, parts: Sequence[str]) -> list[str]:

@@ -89,7 +89,8 @@ class Dump:
     error: an environment.failure.Failure as JSON. neighbours: states of the other processes of its
     host (letters of /proc), by rank. failure: file in which its supervisor expects its failure.
     reports: whether it waits for the report before it ends. flights: calls that its device has not
-    finished, None if not known (`more`: not known yet).
+    finished, None if not known (`more`: not known yet). network: what is wrong with the
+    interface of its messages; "" if nothing is known.
     """
 
     rank: int
@@ -107,6 +108,7 @@ class Dump:
     limit_s: float = 0.0
     flights: list[dict[str, Any]] | None = None
     more: bool = False
+    network: str = ""
 
     @property
     def answers(self) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from torchdistpackage.config.check import violations
-from torchdistpackage.config.elastic import nodes_used
+from torchdistpackage.config.elastic import goes_on_without_nodes, nodes_used
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.job_geometry import LAYOUT, JobGeometry, job_geometry
 from torchdistpackage.config.schema import RunConfig
@@ -180,7 +180,7 @@ def batch_job(
         record=Submission("", 0.0, "sbatch", str(script), code.folder, shape.nodes_text, host),
         sweep=sweep,
         trains=command is None,
-        used={} if config.launch.elastic.nodes is None else nodes_used(config, shape),
+        used=nodes_used(config, shape) if _varies(config) else {},
         notes=notes,
     )
 
@@ -222,6 +222,7 @@ def _literal(path: Path) -> str:
 def _options(config: RunConfig, shape: JobGeometry) -> tuple[dict[str, str | None], dict[str, str]]:
     """Return the options of the header, the layout first, and the comments above some of them."""
     sbatch_options = header(config.launch.slurm)
+    spares = config.launch.spares
     options: dict[str, str | None] = {
         "nodes": shape.nodes_text,
         **{name: sbatch_options[name] for name in LAYOUT if name in sbatch_options},
@@ -236,7 +237,10 @@ def _options(config: RunConfig, shape: JobGeometry) -> tuple[dict[str, str | Non
             notes["gpus-per-node"] = f"{name}={value}, by node, so that every task sees all of them"
             name, value = "gpus-per-node", shape.gpus_per_node
         options[name] = value
-    if config.launch.elastic.nodes is not None:
+    if spares:
+        fewest, most = shape.nodes[0], shape.nodes[-1]
+        options["nodes"] = f"{fewest}-{most + spares}" if fewest < most else f"{most + spares}"
+    if _varies(config):
         # a number of tasks holds Slurm to the fewest nodes
         for name in ("ntasks", "ntasks-per-node", "cpus-per-task"):
             options.pop(name, None)
@@ -247,11 +251,16 @@ def _options(config: RunConfig, shape: JobGeometry) -> tuple[dict[str, str | Non
         name = "USR1" if "USR1" in requeue.signals else requeue.signals[0]
         options["signal"] = f"{name}@{max(_SIGNAL_S, round(requeue.margin_s))}"
         notes["signal"] = "Ranks watch the time limit themselves; this is for ranks that cannot."
-    if config.launch.elastic.nodes is not None and requeue.in_job_restarts:
+    if goes_on_without_nodes(config):
         options["no-kill"] = None
         notes["no-kill"] = "The ranks are started anew on the nodes that are left."
     options["requeue" if requeue.mode == "requeue" else "no-requeue"] = None
     return options, notes
+
+
+def _varies(config: RunConfig) -> bool:
+    """Return whether the job may have another number of nodes than its ranks use."""
+    return config.launch.elastic.nodes is not None or config.launch.spares > 0
 
 
 def _of_site(

@@ -9,6 +9,7 @@ itself would have declared a lost one dead. If the nodes still do not suffice, t
 import shlex
 from textwrap import indent
 
+from torchdistpackage.config.elastic import goes_on_without_nodes
 from torchdistpackage.launch.slurm.job import BatchJob
 from torchdistpackage.launch.slurm.requeue import NODE_SILENT, RequeueDecision
 
@@ -23,6 +24,13 @@ _STEP = "tdp_ranks"
 """Name of the ranks' step, used to end it."""
 _SLURMD_TIMEOUT_S = 300
 """Slurm's default for how long a node may be silent, in seconds."""
+_REPORTED_S = 3
+"""Seconds that ranks and srun get to end after the first report of a failure: `GRACE_S` of the
+watchers, and some for srun."""
+_LATE_S = 1
+"""Seconds for further answers, once as many nodes as are used have answered."""
+_SHARES_S = 5
+"""Seconds that a step with the memory of the old one is waited for, whose tasks were killed."""
 _STEP_ENDS_S = 60
 """Seconds that a step on a live node waits for tasks on other nodes to end, and Slurm for
 processes."""
@@ -30,7 +38,7 @@ processes."""
 
 def goes_on_with_fewer(job: BatchJob) -> bool:
     """Return whether the script restarts the ranks on the remaining nodes after a node was lost."""
-    return job.config.launch.elastic.nodes is not None and job.restarts_in_job > 0
+    return goes_on_without_nodes(job.config) and job.restarts_in_job > 0
 
 
 def srun(job: BatchJob) -> str:
@@ -44,13 +52,14 @@ def srun(job: BatchJob) -> str:
         f"\\\n    --ntasks-per-node={job.shape.tasks_per_node} "
         f"--cpus-per-task={job.shape.cpus_per_task}"
     )
+    in_background = " &\n_tdp_await $!" if goes_on_with_fewer(job) else ""
     named = f" --job-name={_STEP}" if job.restarts_in_job else ""
     lines = [stated, f"--mpi=none --kill-on-bad-exit=1{named}"]
     lines += [shlex.join(job.extra("srun"))] if job.extra("srun") else []
     lines.append(f"sh -c '{IGNORE_SIGNALS_UNTIL_READY}' task")
     lines += [shlex.join(job.extra("container"))] if job.extra("container") else []
     lines.append(f'{shlex.join(job.command)} "$_tdp_run/job/config.yaml"')
-    return " \\\n    ".join(lines)
+    return " \\\n    ".join(lines) + in_background
 
 
 def verdict(job: BatchJob, start: str = "_tdp_start", more: str = "") -> tuple[str, str]:
@@ -118,40 +127,75 @@ def _some(job: BatchJob) -> str:
     or end it. srun dies with that node, and its task elsewhere does not.
     """
     requeues = job.config.launch.requeue.mode == "requeue"
+    enough = max(job.used.values())
     ended, end = ("requeued", "scontrol requeue") if requeues else ("ended", "scancel")
     return f"""
 _tdp_answering() {{
     local node
-    _tdp_end_step
-    for node in $(command scontrol show hostnames "$(_tdp_squeue %N)"); do
+    # Slurm answers when the lost node has, or after a MessageTimeout.
+    _tdp_end_step >&2 &
+    for node in "$@"; do
         _tdp_try --nodes=1 --ntasks=1 --ntasks-per-node=1 --overlap --mem=0 \\
             --gres=none --nodelist="$node" >&2 && printf '%s\\n' "$node" &
     done
     wait
 }}
-_tdp_ask() {{ exec 9< <(_tdp_answering); }}
+_tdp_ask() {{
+    local nodes
+    nodes=$(command scontrol show hostnames "$(_tdp_squeue %N)")
+    _tdp_asked=$(wc -w <<<"$nodes")
+    # shellcheck disable=SC2086
+    exec 9< <(_tdp_answering $nodes)
+}}
 _tdp_ready() {{
-    local hosts
-    hosts=$(sort <&9 | paste -sd,)
+    local hosts="" node num=0 wait={_ANSWERS_S}
+    while IFS= read -r -t "$wait" node <&9; do
+        hosts+="$node"$'\n'
+        num=$((num + 1))
+        # Where these are enough, one that is lost is not waited for.
+        [ "$num" -lt {enough} ] || wait={_LATE_S}
+    done
     exec 9<&-
+    # Those of before first: they have the local copies.
+    hosts=$(printf '%s' "$hosts" | sort)
+    node=$(printf '%s\n' "${{_tdp_list[@]}}")
+    hosts=$({{ grep -xF -- "$node" <<<"$hosts"; grep -vxF -- "$node" <<<"$hosts"; }} |
+        sed '/^$/d' | paste -sd,)
     IFS=, read -r -a _tdp_list <<<"$hosts"
     _tdp_left_nodes=${{_tdp_use[${{#_tdp_list[@]}}]:-0}}
     _tdp_left_tasks=$((_tdp_left_nodes * {job.shape.tasks_per_node}))
-    _tdp_list=("${{_tdp_list[@]:0:$_tdp_left_nodes}}")
+    IFS=$'\n' read -r -d '' -a _tdp_list < <(
+        printf '%s\n' "${{_tdp_list[@]:0:$_tdp_left_nodes}}" | sort)
     hosts=$(printf '%s,' "${{_tdp_list[@]}}")
     _tdp_only=("--nodelist=${{hosts%,}}")
     [ "$_tdp_left_nodes" -gt 0 ] || return
-    if ! _tdp_fits; then
-        # Slurm may never end a step that lost a node after its tasks had ended.
-        [ "$(date +%s)" -ge "$((_tdp_since + {_STEP_ENDS_S}))" ] || return
+    if [ "$num" -lt "$_tdp_asked" ] || ! _tdp_fits {_SHARES_S}; then
+        # Slurm may never end a step that lost a node, whose tasks on these nodes
+        # were killed.
         _tdp_only+=(--overlap --mem=0)
-        _tdp_fits || return
+        _tdp_fits {_ANSWERS_S} || return
     fi
     _tdp_say "goes on with ${{hosts%,}}"
 }}
 _tdp_fits() {{
-    _tdp_try --nodes="$_tdp_left_nodes" --ntasks="$_tdp_left_nodes" \\
-        --ntasks-per-node=1 "${{_tdp_only[@]}}"
+    timeout "$1" srun --nodes="$_tdp_left_nodes" --ntasks="$_tdp_left_nodes" \\
+        --ntasks-per-node=1 "${{_tdp_only[@]}}" --mpi=none true
+}}
+# srun hears of a lost node from Slurm, after minutes; ranks that lost a peer say
+# so at once, and end the others of their nodes.
+_tdp_await() {{
+    local since= reports=$_tdp_run/job/failures.$_tdp_own/rank*.json
+    while kill -0 "$1" 2>/dev/null; do
+        sleep 0.3
+        if [ -z "$since" ]; then
+            ! compgen -G "$reports" >/dev/null || since=$SECONDS
+        elif [ $((SECONDS - since)) -ge {_REPORTED_S} ]; then
+            _tdp_say "a rank has failed, and srun is waited for no longer"
+            kill -KILL "$1" 2>/dev/null
+            break
+        fi
+    done
+    wait "$1"
 }}
 # Whether one of the nodes of the ranks starts no task.
 _tdp_node_lost() {{
@@ -182,7 +226,12 @@ _tdp_guard() {{
     _tdp_guarding=$!
 }}
 IFS=$'\\n' read -r -d '' -a _tdp_list < <(command scontrol show hostnames "$(_tdp_squeue %N)")
+# srun takes the first ones, and leaves spare nodes idle.
+_tdp_list=("${{_tdp_list[@]:0:$_tdp_nodes}}")
 _tdp_left_nodes=$_tdp_nodes _tdp_left_tasks=$_tdp_ntasks _tdp_only=()
+if [ "$SLURM_JOB_NUM_NODES" -gt "$_tdp_nodes" ]; then
+    _tdp_only=("--nodelist=$(IFS=,; echo "${{_tdp_list[*]}}")")
+fi
 """.strip("\n")
 
 
