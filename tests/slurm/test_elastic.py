@@ -108,6 +108,7 @@ def ended(shared: Cluster, folder: Path) -> Lived:
     return found
 
 
+@pytest.mark.full
 def test_a_spare_node_takes_the_place_of_one_that_lost_its_power(submitted):
     """One step at most is done again. Ranks of other tests keep the machine busy, so the time only
     has to be less than Slurm needs."""
