@@ -187,7 +187,7 @@ def by_hand() -> None:
             assert came.dtype is dtype and torch.equal(real(came), real(whole.t()))
             assert receive_tensor(0, debug=True).shape == ()
     for wrong in (5, -1, "1"):
-        with pytest.raises(PlacementError, match="none of the 2 ranks, 0 to 1"):
+        with pytest.raises(PlacementError, match="none of the 2 ranks; use 0 to 1"):
             send_tensor(leaf, wrong)
         with pytest.raises(PlacementError, match=r"to_rank_fn: rank .* is none of the 2 ranks"):
             to_rank_fn(leaf, 0, wrong)
@@ -276,7 +276,7 @@ def test_logging_has_a_file_for_each_rank(tmp_path, monkeypatch):
         assert "rank2 INFO mine" in path.read_text(encoding="utf-8")
         assert added[0].level == logging.WARNING
         monkeypatch.setenv("EMP_LOG_LEVEL", "LOUD")
-        with pytest.raises(ConfigError, match="EMP_LOG_LEVEL is 'LOUD'; levels are"):
+        with pytest.raises(ConfigError, match="EMP_LOG_LEVEL is 'LOUD'; set it to"):
             setup_logging()
         with pytest.raises(ConfigError, match="2 output_files but 1 file_levels"):
             setup_logging(output_files=["a", "b"], file_levels=[10])

@@ -230,10 +230,10 @@ def test_pairs_of_answers_may_be_of_every_kind(tmp_path):
             "message 1 has the role 'b",
         ),
         ({"conversations": SHARED, "tools": "[x"}, "tools is a text that is no"),
-        ({"conversations": SHARED, "system": 1}, "system is a int; it has to be a text"),
+        ({"conversations": SHARED, "system": 1}, "system is a int"),
         ({"instruction": "a", "output": "", "input": ""}, "message 2, of the assistant, is empty"),
         ({"instruction": "a", "output": "b", "history": [["c"]]}, "history has to be a list of"),
-        ({"instruction": ["a"], "output": "b"}, "instruction is a list; it has to be a text"),
+        ({"instruction": ["a"], "output": "b"}, "instruction is a list"),
     ],
 )
 def test_rows_that_are_of_no_kind_are_named(tmp_path, row, text):

@@ -214,7 +214,7 @@ def test_without_its_library_parquet_is_refused(tmp_path, monkeypatch):
         ('{"text": "a"}\n\n{"text": 5}\n', "text", r"data\.jsonl:3: field 'text' is a int"),
         ("[1]\n", "text", r"data\.jsonl:1: a JSON list; each line is one JSON object"),
         ('{"body": "a"}\n', "text", r"data\.jsonl:1: no field 'text'; there are body \(data.field"),
-        ('{"text": 5}\n', "text", r"data\.jsonl:1: field 'text' is a int; it has to be a text"),
+        ('{"text": 5}\n', "text", r"data\.jsonl:1: field 'text' is a int; write a text"),
         ('{"text": ""}\n', "text", r"data\.jsonl:1: field 'text' is empty; remove this document"),
         (
             '{"text": "a\\ud800"}\n',

@@ -62,7 +62,7 @@ def test_pieces_time_any_cut_and_split_as_the_stages_did(file):
         ),
         ("forward: [1, -2]\nbackward: 1", "forward holds -2"),
         ("forward: [1, .inf]\nbackward: 1", "forward holds inf; write finite numbers"),
-        ("forwards: 1", "has unknown keys forwards; there are forward, backward"),
+        ("forwards: 1", "has unknown keys forwards; use forward, backward"),
         ("- 1", "holds a list; costs are rows"),
         ("forward: [1", "is not YAML"),
         ("forward: 1\nbackward: 1\npieces: {a: 3}", "pieces.a has 1 numbers; write"),

@@ -209,9 +209,7 @@ def test_names_may_be_written_as_elsewhere(written: str, meant: str):
 
 
 def test_what_cannot_be_built_is_answered_with_what_can():
-    with pytest.raises(
-        ScheduleError, match="no schedule 'pipedream'; the names are forward, gpipe"
-    ):
+    with pytest.raises(ScheduleError, match=r"no schedule 'pipedream'; .*forward, gpipe"):
         build("pipedream", 2, 2)
     for sizes in [(2, 0, 1), (0, 2, 1), (2, 2, 0)]:
         with pytest.raises(ScheduleError, match="use 1 or more of each"):

@@ -133,7 +133,8 @@ class _KeptFile:
         if (received := self._checksum.hexdigest()) != self._expected:
             raise CheckpointError(
                 f"{self.path.name} came from rank {self.source} with checksum {received} and left "
-                f"with {self._expected}"
+                f"with {self._expected}; save again, and check the network and memory of these "
+                "nodes if it happens twice"
             )
         settle(self.path)
 

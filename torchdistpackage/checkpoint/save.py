@@ -237,6 +237,7 @@ class PendingSave:
         self._commits = self._group.rank() == self._source
         self._doing = f"writing the checkpoint of step {saved.step} to {target.name}"
         self._write, self._unused, self._in_thread = write, unused, in_thread
+        # set by the training thread; the writing thread looks at it before every block
         self._cancelled = threading.Event()
         self._temporary: Path | None = None
         self._next: Callable[[object], None] | None = self._begin_files

@@ -149,7 +149,7 @@ def init(
     if path.exists() and not force:
         raise ConfigError(f"{file} exists already; name another file or pass --force")
     if task is not None and task not in TASKS:
-        raise ConfigError(f"task: {task} is none of {', '.join(TASKS)}")
+        raise ConfigError(f"task: {task} is none of {', '.join(TASKS)}; choose one of these")
     answers = _answers(data, model, where, procs, steps)
     if lora is not None and not answers.is_hf:
         raise ConfigError("lora: adapters are for a Hugging Face folder; name one with --model")
@@ -223,14 +223,18 @@ def _model(text: str) -> str:
 
 def _count(text: str) -> int:
     if not re.fullmatch(r"[1-9]\d{0,8}", text):
-        raise ConfigError(f"steps: {text} is not a whole number of at least 1")
+        raise ConfigError(
+            f"steps: {text} is not a whole number of at least 1; give one such as 100"
+        )
     return int(text)
 
 
 def _ranks(text: str) -> tuple[int, int]:
     """Return nodes and ranks of each."""
     if not (match := re.fullmatch(r"(?:([1-9]\d{0,4})x)?([1-9]\d{0,4})", text)):
-        raise ConfigError(f"procs: {text} is neither a number nor NODESxN, such as 2x8")
+        raise ConfigError(
+            f"procs: {text} is neither a number nor NODESxN; give one such as 4 or 2x8"
+        )
     return int(match[1] or 1), int(match[2])
 
 
@@ -410,7 +414,10 @@ def _row(file: Path, line: bytes) -> dict[str, Any]:
     except ValueError:
         row = None
     if not isinstance(row, dict):
-        raise ConfigError(f"data: {line[:60]!r} in {file} is not a JSON object on one line")
+        raise ConfigError(
+            f"data: {line[:60]!r} in {file} is not a JSON object on one line; write one object on "
+            "each line"
+        )
     return row
 
 

@@ -147,6 +147,7 @@ def _follow_lines(view: RunView, interval: float) -> None:
             sys.stdout.flush()
         if status.ended:
             return
+        # each look reads the run folder, which may be on a shared disk
         time.sleep(interval)
 
 

@@ -152,7 +152,8 @@ def gather_to(x: Tensor, dim: int, group: Group | str, target: int) -> Tensor | 
     size = group.size()
     if not 0 <= target < size:
         raise CommError(
-            f"gather at position {target} of a group of {size} ranks; positions are 0 to {size - 1}"
+            f"gather at position {target} of a group of {size} ranks; use a position from 0 to "
+            f"{size - 1}"
         )
     ranks, carrier = primitives.ranks_of(group), _group_for(x, group)
     own_part = x.detach().to(_device_for(x, carrier)).contiguous()

@@ -57,7 +57,10 @@ class SideChannel:
                 work.wait()
         except RuntimeError as error:
             peers = sorted({peer for _, peer in (*sends, *receives)})
-            raise CommError(f"an exchange with ranks {peers} failed: {error}") from error
+            raise CommError(
+                f"an exchange with ranks {peers} failed: {error}; look at the logs of these "
+                "ranks, one of which has probably ended"
+            ) from error
 
     def close(self) -> None:
         """End the groups."""

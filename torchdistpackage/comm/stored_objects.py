@@ -154,7 +154,10 @@ class StoredObjects:
         try:
             self._store.set(key, cast(Any, data))  # torch's stub knows text alone
         except RuntimeError as error:
-            raise CommError(f"the store of the ranks does not answer: {error}") from error
+            raise CommError(
+                f"the store of the ranks does not answer: {error}; look at the log of rank 0, "
+                "which keeps it"
+            ) from error
 
     def _read(self, key: str, source: int) -> object:
         try:
@@ -166,7 +169,8 @@ class StoredObjects:
         except RuntimeError as error:
             raise CommError(
                 f"no object came from rank {source} within {self.limit.total_seconds():g} s: "
-                f"{error}"
+                f"{error}; look at the log of this rank, and raise the time limit if it was only "
+                "slow"
             ) from error
 
     def _read_all(self, keys: list[str]) -> list[object]:

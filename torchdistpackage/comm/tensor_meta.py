@@ -134,7 +134,10 @@ def decode(raw: bytes) -> Description:
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise CommError(f"a peer sent a tensor of dtype {name!r}, which this torch does not have")
+        raise CommError(
+            f"a peer sent a tensor of dtype {name!r}, which this torch does not have; use the "
+            "same torch on all ranks"
+        )
     return dtype
 
 

@@ -413,7 +413,7 @@ def read_mapping(file: Path) -> dict[str, Any]:
     try:
         content = parse_json(read_text(file), _untagged)
     except ValueError as error:
-        raise DataError(f"{file} is not JSON: {error}") from error
+        raise DataError(f"{file} is not JSON: {error}; repair it, or download it again") from error
     if not isinstance(content, dict):
         raise DataError(f"{file} is no JSON mapping; save the tokenizer again")
     return cast(dict[str, Any], content)
@@ -424,6 +424,8 @@ def read_text(file: Path) -> str:
     try:
         return read_regular(file, _MAX_TOKENIZER_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not UTF-8 text: byte {error.start}") from error
+        raise DataError(
+            f"{file} is not UTF-8 text: byte {error.start}; repair it, or download it again"
+        ) from error
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error}") from error

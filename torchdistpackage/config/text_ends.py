@@ -122,4 +122,6 @@ def _around_text(processor: Any, file: Path) -> TextEnds:
         around = (_around_text(step, file) for step in steps)
         return next((ends for ends in around if any(ends)), TextEnds())
     except (AttributeError, KeyError, TypeError, IndexError) as error:
-        raise DataError(f"{file} has a post_processor of an unknown form: {error!r}") from error
+        raise DataError(
+            f"{file} has a post_processor of an unknown form: {error!r}; name another tokenizer"
+        ) from error

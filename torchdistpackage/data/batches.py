@@ -1,4 +1,4 @@
-"""A rank's batches in order; for a device, a thread makes them a step ahead.
+"""A rank's batches in order; for a device, a thread makes them one step ahead.
 
 Small batches of our own sources are made several at once. Between the passes of two steps all that
 a batch needs leaves the processor's caches; made in a loop, a batch takes a fifth of the time.
@@ -28,7 +28,7 @@ _Task = tuple[_Number, "Future[DataBatch]"]
 
 
 class Batches:
-    """Makes the batches of the rank at `data_index` of `num_data`; it is asked for one at a time.
+    """Makes the batches of the rank at `data_index` of `num_data`, one per call.
 
     per_round: samples of the rank in a round; a step has `rounds` of them. num_steps: steps of the
     run. prepare: called with the tensors of each batch before it is handed out. ahead: a thread
@@ -101,7 +101,7 @@ class Batches:
             self._tasks = SimpleQueue()
 
     def _ask_for_next(self, number: _Number) -> None:
-        """Ask the thread for the rounds that follow `number`, one step's worth of them."""
+        """Request from the thread the rounds after `number`, one step's worth."""
         numbers = self._following(number, self._rounds)
         if [n for n, _ in self._coming] != numbers[: len(self._coming)]:
             return  # a step is done again; the batches under way come after it
@@ -129,7 +129,7 @@ class Batches:
         return future
 
     def _take(self, number: _Number) -> DataBatch:
-        """Return batch `number`; if batches are small, make the ones that follow with it."""
+        """Return batch `number`; if batches are small, make the following ones with it."""
         if number in self._made:
             return self._made.pop(number)
         batch = self._make(number)
@@ -172,7 +172,7 @@ class Batches:
 def _serve(
     tasks: "SimpleQueue[_Task | None]", weak_make: "WeakMethod[Callable[[_Number], DataBatch]]"
 ) -> None:
-    """Make the batches that are asked for, in order; an error goes to whoever takes the batch."""
+    """Make the requested batches in order; an error goes to whoever takes the batch."""
     name_thread("tdp-data")
     while (task := tasks.get()) is not None and (make := weak_make()) is not None:
         number, future = task

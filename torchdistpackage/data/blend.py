@@ -27,7 +27,7 @@ _STEP = 0x9E3779B97F4A7C15
 
 
 class BlendOrder:
-    """The source of each sample. weights: one a source, at least one above 0."""
+    """The source of each sample. weights: one per source, at least one above 0."""
 
     def __init__(self, weights: Sequence[float], seed: int):
         parts = list(accumulate(Fraction(weight) for weight in weights))
@@ -66,8 +66,8 @@ def _sum_of_floors(number: int, over: int, step: int, first: int) -> int:
 
 
 class BlendPart(NamedTuple):
-    """One source of a blend. num_samples: samples in one pass over its training data; None: they
-    are not known.
+    """One source of a blend. num_samples: samples in one pass over its training data; None:
+    unknown.
     """
 
     label: str
@@ -160,9 +160,7 @@ class BlendedDataset:
         }
 
     def epochs(self, seed: int, step: int) -> dict[str, float]:
-        """Return the epochs over the data of each source at the end of a training step, as far as
-        they are known.
-        """
+        """Return the epochs over each source's data at the end of a training step, if known."""
         counts = self._order(seed).counts(step * self._global_batch)
         return {
             x.label: self._rows * n / x.num_samples

@@ -102,7 +102,8 @@ class Corpus:
 
 
 def python_stdlib(val_fraction: float) -> Corpus:
-    """Return the bytes of all `.py` files of the running Python's standard library but its tests.
+    """Return the bytes of all `.py` files of the running Python's standard library except its
+    tests.
 
     Raises:
         DataError: there are no such files, or one cannot be read.
@@ -191,7 +192,10 @@ def _count_pairs(ids: Ids, vocab: int) -> npt.NDArray[np.int64]:
     for start in range(0, len(ids) - 1, _COUNT_AT_ONCE):
         block = ids[start : start + _COUNT_AT_ONCE + 1].astype(np.int64)
         if (top := int(block.max())) >= vocab:
-            raise DataError(f"token id {top} is outside a vocabulary of {vocab}")
+            raise DataError(
+                f"token id {top} is outside a vocabulary of {vocab}; pass a larger vocab, or the "
+                "ids of its tokenizer"
+            )
         counts += np.bincount(block[:-1] * vocab + block[1:], minlength=vocab * vocab)
     return counts.reshape(vocab, vocab)
 
@@ -295,7 +299,7 @@ def _map(path: Path, dtype: str) -> tuple[npt.NDArray[np.unsignedinteger], Mappe
 
 
 def _without_mark(content: npt.NDArray) -> npt.NDArray:
-    """Return the content without a byte order mark, which is no part of the text."""
+    """Return the content without a byte order mark, which is not part of the text."""
     return content[len(BOM) :] if content[: len(BOM)].tobytes() == BOM else content
 
 

@@ -78,7 +78,7 @@ class RewardDataset(LabelledDataset):
 
 
 def last_token(tokens: npt.NDArray[np.int64], padding: int | None) -> int:
-    """Return the position of the last token that is no padding, 0 if all are."""
+    """Return the position of the last token that is not padding, 0 if all are."""
     if padding is None:
         return len(tokens) - 1
     positions = np.flatnonzero(tokens != padding)

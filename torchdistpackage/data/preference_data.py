@@ -141,7 +141,7 @@ class PreferenceDataset:
         return split_pairs(self.text, val_fraction)
 
     def _problems(self) -> list[str]:
-        """Return what is wrong with pairs in rows of this length."""
+        """Return the problems of pairs in rows of this length."""
         return pair_problems(self.text, self.seq_len)
 
     def _unit(self, split: Split, seed: int, number: int) -> int:

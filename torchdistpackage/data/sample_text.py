@@ -18,7 +18,7 @@ _UNFINISHED = "\ufffd"
 
 
 class SampleMarks(NamedTuple):
-    """Marks before and after trained tokens, tokens that do not count, and headings."""
+    """Marks before and after trained tokens, uncounted tokens, and headings."""
 
     trained: tuple[str, str]
     ignored: tuple[str, str]

@@ -24,9 +24,9 @@ from torchdistpackage.data.tokens.text_blocks import TextBlocks
 from torchdistpackage.errors import DataError
 
 _KEPT = 2
-"""Blocks that are mapped at once: a batch may reach into the next one."""
+"""Number of blocks mapped at once; a batch may reach into the next one."""
 _AHEAD = 2
-"""Blocks that are made before they are needed."""
+"""Number of blocks made before they are needed."""
 
 
 class PackingOptions(NamedTuple):

@@ -255,6 +255,7 @@ class _FusedAllReduce:
         self._pending = primitives.start_all_reduce(joined, group, op)
 
     def wait(self) -> list[Tensor]:
+        # the views returned here share the memory that the collective still writes
         joined = self._pending.wait()
         parts = joined.split([shape.numel() for shape in self._shapes])
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]

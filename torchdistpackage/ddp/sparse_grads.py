@@ -60,6 +60,7 @@ class SparseGrad:
     def launch(self) -> None:
         parameter, self._grad, count = self._spec.parameter, None, UNUSED
         if (grad := parameter.grad) is not None:
+            # narrow gradients are added in a wider dtype, as in buckets
             self._grad, count = grad.detach().to(self._spec.sum_dtype), DENSE
             if grad.is_sparse:
                 self._grad = self._grad.coalesce()

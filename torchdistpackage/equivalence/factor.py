@@ -69,6 +69,7 @@ def _factor(
         gap = difference(tensor, full)
         return 1.0 if gap is not None and gap <= tolerance else 0.0
     if tensor.shape == full.shape:
+        # in float64, so that the factor is exact enough to recognise a degree
         a, b = tensor.double().flatten(), full.double().flatten()
         factor = float(a @ b / (b @ b))
         residual = float((a - factor * b).abs().max()) / max(float(a.abs().max()), 1e-30)
@@ -76,6 +77,7 @@ def _factor(
             rounded = next((x for x in _candidates(axes) if abs(factor / x - 1) < 1e-6), factor)
             return 1.0 if abs(factor - 1) <= tolerance else rounded
     for factor in (1.0, *_candidates(axes)):
+        # in float64, so that the division adds no rounding error of its own
         gap = difference(tensor.double() / factor, full)
         if gap is not None and gap <= tolerance:
             return factor

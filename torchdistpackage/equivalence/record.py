@@ -189,6 +189,7 @@ def _joined(calls: list[list[Tensor]]) -> list[Tensor]:
     joined = []
     for parts in zip(*calls, strict=True):
         same_rows = len({(x.shape[1:], x.dtype) for x in parts}) == 1 and parts[0].dim() > 0
+        # means of tensors without common rows, in float64 so that they can be compared exactly
         joined.append(
             torch.cat(parts) if same_rows else torch.stack([x.double().mean() for x in parts])
         )

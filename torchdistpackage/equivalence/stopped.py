@@ -123,5 +123,6 @@ def _apart(resumed: Placed, expected: Placed) -> Iterator[tuple[str, float | Non
 
 
 def _gap(resumed: Tensor, expected: Tensor) -> float:
+    # in float64, in which differences of narrower numbers are exact
     scale = max(float(expected.double().abs().max()), 1e-30)
     return float((resumed.double() - expected.double()).abs().max()) / scale

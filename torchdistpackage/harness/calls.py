@@ -196,6 +196,7 @@ def torch_call(operation: str, x: Tensor, member: GroupMember) -> Call:
         works = dist.batch_isend_irecv(
             [dist.P2POp(dist.irecv, room, peer, group), dist.P2POp(dist.isend, x, peer, group)]
         )
+        # the buffer must be full before it is returned, as with our call
         for work in works:
             work.wait()
         return room

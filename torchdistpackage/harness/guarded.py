@@ -89,6 +89,7 @@ class GuardedThread:
         self.times_s: list[float] = []
         self.failure: Exception | None = None
         self._step = _Step(0, "the start", (), time.monotonic())
+        # an event, so that the watching thread wakes as soon as the function ends
         self._ended, self._is_left = threading.Event(), False
         self._function, self._device = function, primitives.device_of(group)
         # tpc belongs to a context, and a thread begins in an empty one
@@ -280,6 +281,7 @@ class SharedStatus:
             if time.monotonic() > end_s:
                 return None
             pause_s = min(max(2 * pause_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+            # pauses grow, so that thousands of waiting ranks do not keep the store busy
             time.sleep(pause_s)
         return store.get(key)
 

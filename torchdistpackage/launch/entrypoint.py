@@ -150,7 +150,9 @@ class EntryPoint:
     def _execute(self, spec: ModuleSpec | None) -> ModuleType:
         """Execute the file of `spec` up to the point where it starts processes."""
         if spec is None or spec.loader is None:
-            raise LaunchError(f"{self}: {self.file} cannot be loaded as a Python module")
+            raise LaunchError(
+                f"{self}: {self.file} cannot be loaded as a Python module; name a .py file"
+            )
         module = importlib.util.module_from_spec(spec)
         sys.modules[self.module] = module
         try:

@@ -114,8 +114,8 @@ class Layout:
         for dim, (extent, parts) in enumerate(zip(self.shape, self.parts, strict=True)):
             if parts and sum(parts) != extent:
                 raise LayoutError(
-                    f"{self.name}: dim {dim} has {extent} elements, but its parts {parts} "
-                    f"sum to {sum(parts)}"
+                    f"{self.name}: dim {dim} has {extent} elements, but its parts {parts} sum to "
+                    f"{sum(parts)}; make the parts add up to the dim"
                 )
             if self.heads is not None and self.split[dim]:
                 self._check_heads(dim, self.heads)

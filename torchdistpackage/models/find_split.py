@@ -45,8 +45,11 @@ def shape_of(model: Any, num_ranks: int, sequence_parallel: bool = False) -> Tra
         raise LayoutError(
             f"{num_ranks} ranks cannot share {shape.class_name}: {kind.unshared}"
             if kind.unshared is not None
-            else f"{family} with {n.heads} heads, {n.kv_heads} key-value heads and an MLP of "
-            f"{n.hidden} cannot be shared evenly by {num_ranks} ranks"
+            else (
+                f"{family} with {n.heads} heads, {n.kv_heads} key-value heads and an MLP of "
+                f"{n.hidden} cannot be shared evenly by {num_ranks} ranks; use a number of ranks "
+                "that divides them"
+            )
         )
     if sequence_parallel and not kind.splits_sequence:
         raise LayoutError(

@@ -147,7 +147,10 @@ def model_of(path: Path) -> Any:
         with torch.device("meta"):
             return build(config).to(config.dtype or torch.float32)
     except Exception as error:  # what a wrong setting raises depends on the family
-        raise ConfigError(f"{file} describes no model of transformers: {error}") from error
+        raise ConfigError(
+            f"{file} describes no model of transformers: {error}; name a folder with the "
+            "config.json of one"
+        ) from error
 
 
 def folded(table: PlanTable) -> PlanTable:

@@ -49,7 +49,8 @@ def read_sentence_transformers(folder: Path) -> Embedder | None:
     kinds = [str(x["type"]).rpartition(".")[-1] for x in modules]
     if unknown := [x for x in kinds if x not in _KNOWN]:
         raise ConfigError(
-            f"{folder / _LIST} has the module {unknown[0]}; known are {', '.join(_KNOWN)}"
+            f"{folder / _LIST} has the module {unknown[0]}; use a model of the modules "
+            f"{', '.join(_KNOWN)} alone"
         )
     pooling = "mean"
     for kind, module in zip(kinds, modules, strict=True):

@@ -314,6 +314,7 @@ def _iterate_together(directions: Sequence[_Direction]) -> None:
         is_across = split_dim(x.sharing.layout) == -1
         parts.append([y if is_across else y.mT for y in x.values.split(lengths, dim)])
     ys = [y for some in parts for y in some]
+    # squares of bf16 elements need float32, or their sum loses most of its digits
     wide = torch.promote_types(ys[0].dtype, torch.float32)
     squares = _summed([y.to(wide).square().sum((-2, -1)) for y in ys], group)
     ys = [

@@ -166,7 +166,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self._enabled and not state_dict:
             raise ValueError(
-                "the scaler's state is empty: it was saved by a scaler with enabled=False"
+                "the scaler's state is empty, because it was saved by a scaler with "
+                "enabled=False; load the state of an enabled one, or skip loading"
             )
         super().load_state_dict(state_dict)
 

@@ -1,7 +1,7 @@
-"""The certificate of `tdp prove`: which configuration was proved, with which versions and layouts.
+"""The certificate of `tdp prove`: the proved configuration, versions and layouts.
 
-It says nothing about sizes: the proof is of a small copy, and of which axes have several ranks. So
-a certificate holds for any number of ranks along the axes that were proved together. No torch.
+It says nothing about sizes: the proof is of a reduced copy, and of which axes have several ranks.
+So a certificate holds for any number of ranks along the axes that were proved together. No torch.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ _OTHER_KEYS = {
     "train": ("steps", "epochs", "step_timeout_s", "straggler_every", "profile"),
     "data": ("template_date",),
 }
-"""Keys that do not, or of which a certificate has its own record."""
+"""Keys that do not change it either, or that have their own entry in a certificate."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def certificate_path(config: RunConfig) -> Path:
 
 
 def config_hash(config: RunConfig) -> str:
-    """Return a hash of all keys that change what a step computes, but for numbers of ranks."""
+    """Return a hash of all keys that change what a step computes, except numbers of ranks."""
     values: dict[str, Any] = config.model_dump(mode="json", exclude=set(_OTHER_SECTIONS))
     for section, keys in _OTHER_KEYS.items():
         for key in keys:
@@ -81,7 +81,7 @@ def config_hash(config: RunConfig) -> str:
 
 
 def code_hash(config: RunConfig) -> str:
-    """Return a hash of the files of the user's own modules; empty without such."""
+    """Return a hash of the files of the user's own modules, or "" without any."""
     folder = Path(code_folder(os.environ))
     parts = []
     for key, (path, _) in sorted(user_targets(config).items()):
@@ -100,7 +100,7 @@ def _file_hash(path: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that compute, of those that are there."""
+    """Return the versions of Python and of the installed packages that compute."""
     versions_of = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -131,7 +131,7 @@ def read_certificate(path: Path) -> Certificate:
 
 
 def unproved(config: RunConfig, planned: RunConfig, file: str) -> list[Problem]:
-    """Return why a run is not proved: no certificate, or one of other code, versions or axes.
+    """Return why a run is not proved: no certificate, or one for other code, versions or axes.
 
     planned: the run with its number of data ranks. file: of the run, for the command that proves
     it.
@@ -165,7 +165,7 @@ def unproved(config: RunConfig, planned: RunConfig, file: str) -> list[Problem]:
 
 
 def proof_of(config: RunConfig, planned: RunConfig) -> str | None:
-    """Return the file of the certificate that holds for a run; None: none does."""
+    """Return the file of the certificate that holds for a run, or None."""
     return None if unproved(config, planned, "") else str(certificate_path(config))
 
 

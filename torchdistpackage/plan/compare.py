@@ -1,10 +1,9 @@
-"""A run beside its prediction: the term that was wrong, by how much, and what would explain it.
+"""Compare a run with its prediction: the wrong term, its error, and a possible explanation.
 
-The terms are those that both sides know: a run writes how long its ranks computed, waited for calls
-over each axis, and updated weights (ranks.jsonl); what is left of a step is its host's. On a device
-queue a rank's phases hold its waits, so there computation and what it waits for are one term. A
-number explains a term if the prediction with another value of it has the measured seconds. No
-torch.
+The compared terms are known to both sides: a run records how long its ranks computed, waited for
+calls over each axis, and updated weights (ranks.jsonl); the remainder of a step is its host's. On a
+device queue a rank's phases include its waits, so there computation and its waits are one term. A
+number explains a term if changing it makes the prediction equal the measurement. No torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,13 +30,13 @@ COMPUTE, ON_DEVICE, OPTIMIZER, HOST = (
 _PIPE, _SEVERAL = "bubble and pipe", "exposed, several axes"
 _AXES = ("tensor", "context", "expert", "data")
 _MOST_ROWS = 100
-"""Rows of ranks.jsonl, the last ones, whose median is compared; the first is left out, in which
-ranks warm up."""
+"""Number of last rows of ranks.jsonl whose median is compared; the first row, in which ranks warm
+up, is left out."""
 _MOST_FACTOR = 256.0
-"""A number is tried at this times its value, and at as small a part of it."""
+"""Largest factor by which a number is multiplied or divided in trials."""
 _HALVINGS = 30
 _LEAST_SHARE = 0.02
-"""A difference of less than this share of a step needs no explanation."""
+"""Fraction of a step below which a difference needs no explanation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +54,9 @@ class ComparedTerm:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A number of the device or its links at which the prediction of a term is as measured.
+    """A value of a device's or link's number that makes the prediction equal the measurement.
 
-    name: where a cluster profile has it. before, after: its value in the profile and this one.
+    name: its place in a cluster profile. before, after: its value in the profile, and this one.
     """
 
     name: str
@@ -67,9 +66,9 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class RunComparison:
-    """A run beside its prediction. step: its seconds, as a term of all. steps: the first and the
-    last that count. terms: they add up to the step. wrong: the term that differs most; None: none
-    differs by much. explanation: of `wrong`; None: no number explains it.
+    """A run and its prediction. step: its seconds, as one term. steps: the first and the last
+    counted step. terms: they add up to the step. wrong: the term that differs most; None if none
+    differs much. explanation: of `wrong`, or None.
     """
 
     step: ComparedTerm
@@ -118,7 +117,7 @@ def _rows(plan: Plan, folder: Path) -> list[Row]:
 
 
 def _measured(rows: list[Row]) -> dict[str, float]:
-    """Return the median seconds of each term, of the rank that computed longest in each row."""
+    """Return the median seconds of each term, for the rank that computed longest in each row."""
     terms_of_rows = [_terms_of(row) for row in rows]
     return {
         name: median(terms.get(name, 0.0) for terms in terms_of_rows) for name in terms_of_rows[-1]
@@ -155,7 +154,7 @@ def _terms_of(row: Row) -> dict[str, float]:
 
 
 def _grouped(step: StepTime, names: tuple[str, ...]) -> dict[str, float]:
-    """Return the predicted seconds under the names of what was measured."""
+    """Return the predicted seconds under the names of the measured terms."""
     seconds_of = dict.fromkeys(names, 0.0)
     for term, seconds in step.terms.items():
         if term in seconds_of:
@@ -175,7 +174,9 @@ def _grouped(step: StepTime, names: tuple[str, ...]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """A number of a device or of its links. changed: the prediction with a factor times it."""
+    """A number of a device or its links. changed: returns the prediction with the number multiplied
+    by a factor.
+    """
 
     name: str
     value: float
@@ -185,7 +186,9 @@ class _Number:
 def _explain(
     prediction: StepPrediction, wrong: ComparedTerm, names: tuple[str, ...]
 ) -> Explanation | None:
-    """Return the number whose change by the least factor has the prediction as measured."""
+    """Return the number that needs the smallest factor to make the prediction equal the
+    measurement.
+    """
 
     def predicted(each: _Number, factor: float) -> float:
         return _grouped(each.changed(prediction, factor).step(), names)[wrong.name]
@@ -239,16 +242,16 @@ def _numbers(device: Accelerator, fabric: Fabric, term: str) -> list[_Number]:
 
 
 def _matmul_rate(device: Accelerator) -> float:
-    """Return the operations a second of the largest measured matmul, or of the data sheet's peak
-    as it is reached."""
+    """Return the operations per second of the largest measured matmul, or the reachable fraction of
+    the data sheet's peak."""
     if device.matmul_times:
         return max(times[-1][0] / times[-1][1] for times in device.matmul_times.values())
     return device.peak("bfloat16") * device.clock * device.fit.matmul
 
 
 def _line_value(fabric: Fabric, link: str, model: LinkModel) -> LinkModel:
-    """Return the measured line of all-reduces over a link, else another measured one, else the
-    link of the device."""
+    """Return the measured line of all-reduces over a link, else another measured line, else the
+    device's link."""
     lines = {
         name: link_model for (name, where), link_model in fabric.measured.items() if where == link
     }

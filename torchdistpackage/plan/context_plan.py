@@ -1,4 +1,4 @@
-"""The bytes that a run sends along context, for every way to exchange a sequence. No torch."""
+"""The bytes that a run sends along context, for each exchange of a sequence. No torch."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from torchdistpackage.topology.mesh import crossings
 
 
 def context_text(plan: Plan, ranks_per_node: int | None) -> str | None:
-    """Return lines for `tdp plan`: bytes of a step for each way, and the way that is taken; None
+    """Return lines for `tdp plan`: bytes of a step for each exchange, and the chosen one; None
     without context.
 
     Bytes are those that the busiest rank sends, of all attentions of the model.

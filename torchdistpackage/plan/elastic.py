@@ -1,4 +1,6 @@
-"""Runs that go on with other degrees on another number of ranks (config/elastic.py). No torch."""
+"""Runs that continue with other degrees on another number of ranks (config/elastic.py). No
+torch.
+"""
 
 from collections.abc import Collection
 
@@ -11,7 +13,7 @@ from torchdistpackage.plan.run_plan import Plan, make_plan
 
 
 def fitted(config: RunConfig, world_size: int, source: str = "the configuration") -> RunConfig:
-    """Return the run for so many ranks: with new degrees if it is elastic, else unchanged.
+    """Return the run for `world_size` ranks: with new degrees if it is elastic, else unchanged.
 
     Raises:
         ConfigError: see `elastic_config`.

@@ -27,8 +27,8 @@ _LINKS = {NODE: "inside a node", NETWORK: "between nodes"}
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The estimate of one axis in one step. what: the calls, or why there is no estimate (then
-    time_s is None).
+    """The estimate of one axis in one step. what: the calls, or the reason without an estimate
+    (time_s is then None).
     """
 
     axis: str
@@ -57,7 +57,7 @@ class _CommVolume:
 
 def estimates(plan: Plan, profile: Profile, ranks_per_node: int | None) -> tuple[Estimate, ...]:
     """Return an estimate for each axis longer than 1, in mesh order. Without ranks_per_node all
-    ranks are on one node.
+    ranks share one node.
     """
     links = links_of(plan, ranks_per_node)
     if (why := uncounted(plan)) is not None:
@@ -76,7 +76,7 @@ def links_of(plan: Plan, ranks_per_node: int | None) -> Mapping[str, str]:
 def timeline_with_messages(
     plan: Plan, profile: Profile, ranks_per_node: int | None, forward_s: float
 ) -> Timeline | None:
-    """Return the schedule in seconds, with messages as measured; None if they cannot be estimated.
+    """Return the schedule in seconds, with messages as measured; None if these cannot be estimated.
 
     forward_s: of one microbatch on a mean stage; others, and backwards, in proportion to the plan's
     costs.
@@ -102,7 +102,7 @@ def timeline_with_messages(
 def _estimate(
     calls: Sequence[CallCount], profile: Profile, axis: str, link: str, messages: int
 ) -> Estimate:
-    """Return the estimate of one axis. messages: how many the busiest pair of stages exchanges."""
+    """Return the estimate of one axis. messages: number exchanged by the busiest pair of stages."""
     # what is summed over several axes counts with the outermost
     volumes = [_volume(x) for x in calls if x.axis.partition("+")[0] == axis]
     volumes = [
@@ -122,7 +122,7 @@ def _estimate(
 def _of_calls(
     traffic: _CommVolume, profile: Profile, axis: str, link: str
 ) -> tuple[str, float | None]:
-    """Return (what is called, seconds of all calls), or why that is unknown and None."""
+    """Return (the calls as text, seconds of all calls); (the reason, None) if unknown."""
     calls = f"{traffic.operation} of {size_text(traffic.num_bytes)} {_LINKS[link]}"
     link_model = traffic.line(profile, axis, link)
     if link_model is None:
@@ -144,8 +144,10 @@ def _of_calls(
 
 
 def pipe_messages(schedule: Schedule) -> Counter[tuple[int, int]]:
-    """Return for each two pipe ranks, the smaller first, how many messages they exchange in one
-    round, both ways together.
+    """Return the number of messages in one round between each pair of pipe ranks, both directions
+    together.
+
+    The smaller rank of a pair comes first.
     """
     pairs = Counter[tuple[int, int]]()
     for one, other in pairwise(schedule.placement):
@@ -155,12 +157,12 @@ def pipe_messages(schedule: Schedule) -> Counter[tuple[int, int]]:
 
 
 def link_bytes(call: CallCount) -> float:
-    """Return the bytes that a rank sends in these calls where its group is a ring."""
+    """Return the bytes that a rank sends in these calls if its group forms a ring."""
     return call.number * _volume(call).bus_bytes
 
 
 def _volume(call: CallCount) -> _CommVolume:
-    """Return a call as profiles count it: for a gather the joined tensor, and types by the
+    """Return a call in a profile's terms: for a gather the joined tensor, and types by the
     profile's names.
     """
     dtype = "bf16" if call.dtype == "bfloat16" else call.dtype

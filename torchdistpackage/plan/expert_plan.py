@@ -28,8 +28,8 @@ class ExpertPlan:
     most_rows: int
 
     def crossing_bytes(self, plan: Plan, ranks_per_node: int) -> float:
-        """Return the part of `mean_bytes` that crosses to another node, for the rank where it is
-        largest.
+        """Return the bytes of `mean_bytes` that cross to another node, for the rank where they are
+        most.
         """
         topology, largest_share = plan.topology, 0.0
         for rank in range(topology.world_size):
@@ -80,8 +80,8 @@ def expert_plan(plan: Plan) -> ExpertPlan | None:
 
 
 def _padded_rows(plan: Plan) -> int | None:
-    """Return how many rows each expert is sent of a microbatch of a rank, if the router does not
-    decide that.
+    """Return the rows sent to each expert for a rank's micro-batch, if they do not depend on the
+    router.
     """
     shape = plan.shape
     if not isinstance(shape, GPTShape) or shape.moe is None:

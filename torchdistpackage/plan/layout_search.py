@@ -1,4 +1,4 @@
-"""Search the layouts of a run for those whose predicted step takes the least time. No torch.
+"""Search the layouts of a run for those with the shortest predicted step. No torch.
 
 The search is exact: it finds what a prediction of every layout would find. A layout is refined in
 steps (degrees, schedule, stage of ZeRO, order of the pipe), each with a bound that no step of it
@@ -81,16 +81,16 @@ class SearchResult:
 
 
 def memory_limit(run: RunConfig, device: Accelerator) -> float:
-    """Return the bytes that a rank may use: `train.memory_gb`, else all of its device; a host has
-    no limit."""
+    """Return the bytes that a rank may use: `train.memory_gb`, else all of its device; unlimited on
+    a host."""
     if run.train.memory_gb is not None:
         return run.train.memory_gb * 1e9
     return math.inf if device.is_host else device.memory_bytes
 
 
 def peak_bytes(plan: Plan, device: Accelerator) -> float:
-    """Return the most bytes that a rank is predicted to hold on a device; the training state alone
-    where activations are not predicted."""
+    """Return the largest predicted bytes of a rank on a device; only the training state if
+    activations are not predicted."""
     if unpredicted_memory(plan) is None:
         return largest_peak(plan, on_gpu=not device.is_host).peak.total
     return max(load.memory.total_bytes for load in stage_loads(plan))
@@ -180,8 +180,8 @@ class _LayoutSearch:
         )
 
     def _simplest(self, ranked: Sequence[RankedLayout]) -> RankedLayout:
-        """Return the simplest of the layouts within the error of the first, of several the
-        fastest."""
+        """Return the simplest of the layouts within the prediction error of the first; of several,
+        the fastest."""
         limit = ranked[0].time.step.total * (1 + self.error)
         near = [x for x in ranked if x.time.step.total <= limit]
         return min(near, key=lambda x: x.choice.complexity)
@@ -198,7 +198,7 @@ class _LayoutSearch:
         self.limit = memory_limit(self.run, self.device)
 
     def _layout(self, choice: LayoutChoice) -> StepLayout:
-        """Return what `layout_of` returns for a plan of this choice."""
+        """Return the result of `layout_of` for a plan of this choice."""
         return replace(
             self.layout,
             ranks=self.world_size,
@@ -222,9 +222,11 @@ class _LayoutSearch:
     # -- one refinement each ---------------------------------------------------------------------
 
     def _start(self, queue: "_BoundQueue") -> int:
-        """Push all degrees, micro-batches, orders and variants of blocks that may fit, with seconds
-        that no schedule undercuts: the mean work of a pipe rank. Return the number of degrees with
-        micro-batches."""
+        """Push all degrees, micro-batches, orders and block variants that may fit, each with a
+        lower bound in seconds.
+
+        The bound, the mean work of a pipe rank, holds for every schedule. Return the number of
+        degrees with micro-batches."""
         number = 0
         for degree in degrees(self.run, self.world_size):
             tried = orders(self.run, self.world_size, self.node_size, degree)
@@ -244,7 +246,7 @@ class _LayoutSearch:
     def _work_of_microbatch(
         self, choice: LayoutChoice, micro: int, distances: tuple[int, ...]
     ) -> float:
-        """Return the least seconds of a micro-batch on all stages together. distances: those of
+        """Return the fewest seconds of a micro-batch on all stages together. distances: those of
         its order."""
         key = (
             choice.tensor,
@@ -260,7 +262,9 @@ class _LayoutSearch:
         return self._work[key]
 
     def _distances(self, choice: LayoutChoice) -> tuple[int, ...]:
-        """Return how far apart ranks along context and along data are, up to a node."""
+        """Return the distance between neighbouring ranks along context and along data, up to a
+        node.
+        """
         if choice.context == 1 and choice.expert == 1:
             return ()
         sizes = {"tensor": choice.tensor, "pipe": choice.pipe, "context": choice.context}
@@ -272,8 +276,8 @@ class _LayoutSearch:
         )
 
     def _with_schedules(self, choice: LayoutChoice) -> Iterator[tuple[LayoutChoice, float]]:
-        """Yield the choice with each schedule that may fit, and seconds that no stage of ZeRO
-        undercuts."""
+        """Yield the choice with each schedule that may fit, and a lower bound in seconds for all
+        stages of ZeRO."""
         seconds: dict[tuple[tuple[int, ...], bool, int], float] = {}
         for each in scheduled(choice):
             splits = each.schedule not in ONE_BACKWARD
@@ -294,8 +298,8 @@ class _LayoutSearch:
     def _with_shards(
         self, choice: LayoutChoice
     ) -> Iterator[tuple[LayoutChoice, StepLayout, float]]:
-        """Yield the choice with each stage of ZeRO that may fit, its layout, and seconds that its
-        order does not undercut."""
+        """Yield the choice with each stage of ZeRO that may fit, its layout, and a lower bound in
+        seconds."""
         placement = placement_of(choice.schedule, choice.pipe, choice.chunks)
         loads, splits = self.bounds.cut(choice).loads, choice.schedule not in ONE_BACKWARD
         for each in sharded(self.run, self.world_size, choice):
@@ -315,7 +319,7 @@ class _LayoutSearch:
         return self.model.least_of_order(layout, order)
 
     def _planned(self, choice: LayoutChoice) -> RankedLayout | None:
-        """Return the whole plan if it may run and fits."""
+        """Return the complete plan if it is allowed and fits."""
         try:
             plan = make_plan(
                 choice.of(self.run, self.world_size),
@@ -348,14 +352,15 @@ class _LayoutSearch:
         return num_bytes <= self.limit
 
     def _fits(self, choice: LayoutChoice, stages: tuple[int, ...] | None = None) -> bool:
-        """Return whether the bytes that a rank needs at least are within its limit, with one of
-        these stages of ZeRO where they are given."""
+        """Return whether the fewest bytes that a rank needs are within its limit, with one of these
+        stages of ZeRO if given."""
         return self._within(self.bounds.least_peak(choice, stages))
 
 
 class _BoundQueue:
-    """Choices by the seconds that nothing refined from them undercuts, least first. level: how far
-    one is refined; known: what was computed for it on the way."""
+    """Choices ordered by a lower bound in seconds for everything refined from them.
+
+    level: how far one is refined; payload: results computed for it so far."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, bool, int, int, LayoutChoice, object]] = []

@@ -18,14 +18,14 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.schedule.generators import GENERATORS, MAX_CELLS, TWO_CHUNKS
 
 CHUNKS = {"interleaved": (2, 3, 4, 6, 8)}
-"""Numbers of stages on a rank that are tried; other schedules of several stages have two."""
+"""Tried numbers of stages on a rank; other schedules with several stages have two."""
 SCHEDULES = tuple(name for name in GENERATORS if name != "forward")
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutChoice:
-    """The keys that a search sets; all others are those of the file. chunks: 1 where a rank has
-    one stage. order: of the axes; () is that of the file."""
+    """The keys that a search sets; all others are those of the file. chunks: 1 if a rank has one
+    stage. order: of the axes; () is the file's."""
 
     tensor: int = 1
     pipe: int = 1
@@ -72,7 +72,7 @@ class LayoutChoice:
 
     @classmethod
     def overrides(cls) -> list[str]:
-        """Return overrides that take the keys of a search out of a file, which its values may not
+        """Return overrides that clear a search's keys, because their values in the file may not
         fit."""
         keys = cls(zero=1).keys(1)
         keys["parallel"]["data"] = "auto"
@@ -92,7 +92,7 @@ class LayoutChoice:
 
     @property
     def complexity(self) -> int:
-        """The number of keys that differ from those of data parallelism alone."""
+        """Return the number of keys that differ from pure data parallelism."""
         plain = LayoutChoice(accumulate=self.accumulate, microbatches=self.microbatches)
         return sum(getattr(self, x) != getattr(plain, x) for x in LayoutChoice.__dataclass_fields__)
 
@@ -147,7 +147,7 @@ def breaks_rules(config: RunConfig, world_size: int, undecided: set[str]) -> boo
 
 
 def micro_batches(samples: int) -> list[int]:
-    """Return the sizes of micro-batches that are tried: powers of two, and all samples at once."""
+    """Return the tried sizes of micro-batches: powers of two, and all samples at once."""
     powers = [1 << n for n in range(samples.bit_length()) if samples % (1 << n) == 0]
     return powers if powers[-1] == samples else [*powers, samples]
 
@@ -171,11 +171,11 @@ def divided(run: RunConfig, world_size: int, choice: LayoutChoice) -> Iterator[L
 def orders(
     run: RunConfig, world_size: int, node_size: int, choice: LayoutChoice
 ) -> Iterator[LayoutChoice]:
-    """Yield the same with each order of the axes that has tensor innermost and leaves other ranks
-    in a node; the file's own comes first.
+    """Yield the choice with each order of the axes that has tensor innermost and changes which
+    ranks share a node; the file's order comes first.
 
-    Links are those of a node or those between nodes, so orders that leave as many neighbours along
-    each axis in a node take the same time.
+    Links are either within a node or between nodes, so orders that leave equally many neighbours
+    along each axis in a node take the same time.
     """
     sizes = {
         "data": world_size // (choice.tensor * choice.pipe * choice.context),
@@ -214,7 +214,7 @@ def variants(choice: LayoutChoice) -> Iterator[LayoutChoice]:
 
 
 def is_published(schedule: str, pipe: int, microbatches: int) -> bool:
-    """Return whether a schedule is published for these numbers; for others its generator gives the
+    """Return whether a schedule is published for these numbers; otherwise its generator gives the
     nearest legal order."""
     match schedule:
         case "interleaved" | "interleaved-zb":
@@ -228,7 +228,7 @@ def is_published(schedule: str, pipe: int, microbatches: int) -> bool:
 
 
 def scheduled(choice: LayoutChoice) -> Iterator[LayoutChoice]:
-    """Yield the same with each order of the pipe that is published for its numbers."""
+    """Yield the choice with each pipe schedule that is published for its numbers."""
     if choice.pipe == 1:
         yield choice
         return

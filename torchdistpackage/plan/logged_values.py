@@ -1,4 +1,4 @@
-"""The keys of metrics.jsonl, a row each. No torch.
+"""The keys of metrics.jsonl, one row each. No torch.
 
 A value comes from one of four places. `read` takes it from the numbers of a step, which are equal
 on all ranks. `ask` measures it on each rank, and the step's one all-reduce adds up the answers, so
@@ -186,7 +186,7 @@ VALUES = (
 """All logged values, in the order of a row; values that callbacks note follow them."""
 
 ASKED = {value.name: value.ask for value in VALUES if value.ask is not None}
-"""Functions that give this rank's number, by name of the value."""
+"""Functions that return this rank's number, by name of the value."""
 
 
 def logged(result: Any) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def logged(result: Any) -> dict[str, Any]:
 
 
 def reduced(votes: Mapping[str, float], num_ranks: int) -> dict[str, float]:
-    """Return the values that ranks were asked for, from the sums of their votes."""
+    """Return the requested values from the sums of the ranks' votes."""
     return {
         value.name: votes[value.name] / (num_ranks if value.reduce == "mean" else 1)
         for value in VALUES

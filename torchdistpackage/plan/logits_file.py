@@ -1,5 +1,7 @@
-"""The file of a teacher's most likely tokens, which `tdp reference` writes and train.distill.logits
-names: its size, what it is of, and whether that is what a run reads. No torch.
+"""The file of a teacher's most likely tokens: its size, its origin, and whether a run can use it.
+No torch.
+
+`tdp reference` writes it, and train.distill.logits names it.
 """
 
 from pathlib import Path
@@ -31,12 +33,12 @@ class LogitsSize(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """The shape of both tensors."""
+        """Return the shape of both tensors."""
         return self.num_samples, self.seq_len, self.k
 
     @property
     def spans(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(first byte behind the header, bytes of a sample) of log-probabilities and ids."""
+        """Return (first byte after the header, bytes of a sample) of log-probabilities and ids."""
         wide, narrow = (DTYPES[x][1] * self.seq_len * self.k for x in (self.dtype, "int32"))
         return (0, wide), (self.num_samples * wide, narrow)
 
@@ -54,7 +56,7 @@ def size_of(config: RunConfig, k: int) -> LogitsSize:
 
 
 def logits_identity(config: RunConfig) -> dict[str, str]:
-    """Return what the samples of a run and its teacher's logits follow from, by key."""
+    """Return, by key, everything that determines a run's samples and its teacher's logits."""
     data, teacher = config.data, config.train.distill.teacher
     sources = [(x.weight, x.name, x.field) for x in data.sources]
     keys = data.model_dump(mode="json", exclude=set(_ANY))

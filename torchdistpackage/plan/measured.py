@@ -1,7 +1,7 @@
-"""The device and the links of a cluster profile, as `predict` takes them. No torch.
+"""The device and the links of a cluster profile in the form that `predict` takes. No torch.
 
-`tdp comm bench --profile FILE` measures them where a run will be; what it did not measure is
-refused, with the command that measures it.
+`tdp comm bench --profile FILE` measures them where a run will be; a missing measurement is refused,
+with the command that makes it.
 """
 
 from math import inf
@@ -27,7 +27,7 @@ def measured_device(
     world_size: int,
     ranks_per_node: int | None = None,
 ) -> Accelerator:
-    """Return the device that the profile at `path` has measured.
+    """Return the device measured in the profile at `path`.
 
     Raises:
         ConfigError: it lacks the device, or links that `world_size` ranks need, or has measured
@@ -86,8 +86,8 @@ def measured_device(
 
 
 def measured_step_seconds(plan: Plan, path: Path, ranks_per_node: int | None) -> float | None:
-    """Return the seconds of a step that the profile at `path` predicts; None where a step of this
-    plan is not predicted.
+    """Return the seconds of a step that the profile at `path` predicts; None if a step of this plan
+    is not predicted.
 
     Raises:
         ConfigError: the profile cannot be read, or does not serve this plan.
@@ -101,8 +101,8 @@ def measured_step_seconds(plan: Plan, path: Path, ranks_per_node: int | None) ->
 
 
 def measured_fabric(profile: Profile, device: Accelerator, ranks_per_node: int | None) -> Fabric:
-    """Return the links of the profile. On a host no communication is hidden, since the host itself
-    copies and adds what arrives.
+    """Return the links of the profile. On a host no communication is hidden, because the host
+    itself copies and adds what arrives.
     """
     size = ranks_per_node or device.node_size
     links = _links(profile)
@@ -113,7 +113,7 @@ def measured_fabric(profile: Profile, device: Accelerator, ranks_per_node: int |
 
 
 def _any_line(links: dict[tuple[str, str], LinkModel], link: str) -> LinkModel | None:
-    """Return the line of messages over a link, else of the first operation that has one."""
+    """Return the line of messages over a link, else that of the first operation with one."""
     names = ("p2p", *_OPERATIONS)
     return next((links[name, link] for name in names if (name, link) in links), None)
 

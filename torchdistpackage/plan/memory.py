@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimizer state on one rank, from layouts alone. No torch."""
+"""Bytes of weights, gradients and optimizer state on one rank, from layouts only. No torch."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ from torchdistpackage.topology.mesh import Topology
 
 @dataclass(frozen=True, slots=True)
 class DTypeSizes:
-    """A type of numbers: torch's name, and the bytes of one."""
+    """A number type: torch's name, and the bytes of one number."""
 
     dtype: str
     num_bytes: int
@@ -41,9 +41,7 @@ class NumberFormats:
 
 
 def number_formats(precision: PrecisionSection) -> NumberFormats:
-    """Return the number types of a precision section; weights are narrow only if it asks for
-    that.
-    """
+    """Return the number types of a precision section; weights are narrow only if it says so."""
     wide = DTypeSizes("float64", 8) if precision.dtype == "float64" else DTypeSizes("float32", 4)
     narrow = DTypeSizes("bfloat16", 2) if precision.dtype == "bf16" else wide
     weights = narrow if precision.weights == "bf16" else wide
@@ -64,12 +62,12 @@ class MemoryEstimate:
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of the training state alone."""
+        """Return the bytes of the training state only."""
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
     @property
     def total_bytes(self) -> int:
-        """Return the bytes of all but activations."""
+        """Return all bytes except those of activations."""
         return self.state_bytes + self.communicators_bytes
 
 
@@ -82,16 +80,15 @@ def memory(
     own_parts: Mapping[str, int] | None = None,
 ) -> MemoryEstimate:
     """Estimate the bytes of a rank that holds these parameters. packed: names of those held in 4
-    bits. own_parts: elements of each parameter that ZeRO leaves to the rank, where they are known:
-    the rank has all of others.
+    bits. own_parts: number of elements of each parameter that ZeRO leaves to the rank, if known;
+    the rank holds all of the others.
 
     ZeRO stage 1 leaves to each rank that shares a parameter its part of the optimizer's state (or
-    all of it for some parameters, of an optimizer that needs them whole),
-    stage 2 of the gradient too, stage 3 of the weight too. Gradients of several microbatches add up
-    full before they are summed, besides that part. Buckets on their way do not count, but for the
-    narrow copies of `precision.reduce_dtype` without ZeRO, all of which are until the backward
-    ends. What is not trained every rank has whole, and nothing besides; so too the reference of
-    preference pairs.
+    all of it for some parameters, of an optimizer that needs them whole), stage 2 of the gradient
+    too, stage 3 of the weight too. Gradients of several microbatches add up full before they are
+    summed, besides that part. Buckets on their way do not count, but for the narrow copies of
+    `precision.reduce_dtype` without ZeRO, all of which are until the backward ends. What is not
+    trained every rank has whole, and nothing besides; so too the reference of preference pairs.
     """
     formats = number_formats(config.precision)
     weight, wide = formats.weights, formats.gradients
@@ -132,7 +129,7 @@ def with_frozen(
     rank: int,
     num_shards: int = 1,
 ) -> MemoryEstimate:
-    """Return the estimate with the weights of a frozen model beside, which so many ranks share."""
+    """Return the estimate plus the weights of a frozen model, which a rank holds in full."""
     width = number_formats(config.precision).weights.num_bytes
     numbers = (num_elements(x, topology.view(x.view), rank) for x in layouts)
     num_bytes = -(-width * sum(numbers) // num_shards)
@@ -175,7 +172,7 @@ PEER_BYTES = 64 << 20
 class Communicators:
     """The connections that NCCL makes for one rank.
 
-    number: of groups of several ranks that connect at the start. peers: ranks that messages go to.
+    number: groups of several ranks that connect at the start. peers: ranks that messages go to.
     """
 
     number: int
@@ -183,7 +180,7 @@ class Communicators:
 
     @property
     def device_bytes(self) -> int:
-        """Return the device memory that they are estimated to take; NCCL publishes no formula."""
+        """Return their estimated device memory; NCCL publishes no formula."""
         return self.number * COMMUNICATOR_BYTES + self.peers * PEER_BYTES
 
 

@@ -1,4 +1,4 @@
-"""Bytes that a rank of a layout needs at least, without its plan. No torch.
+"""Lower bounds of a rank's bytes under a layout, without its plan. No torch.
 
 A search leaves layouts out by these bounds, so none may exceed the predicted peak (`plan/peak.py`)
 of any rank; tests compare them. They follow it closely: weights, gradients and optimizer state of
@@ -31,11 +31,11 @@ from torchdistpackage.predict.step import RankLoad, rank_loads
 from torchdistpackage.topology.mesh import topology
 
 _NEARLY = 0.99
-"""Factor of bytes that are computed from three sizes of a block, against rounding."""
+"""Factor against rounding of bytes that are computed from three sizes of a block."""
 
 
 def base_plan(run: RunConfig, ranks_per_node: int | None) -> Plan:
-    """Return the plan of data parallelism on one rank, whose numbers others are changed from.
+    """Return the plan of data parallelism on one rank, from whose numbers others are derived.
 
     Raises:
         ConfigError: the file is wrong on any layout.
@@ -56,9 +56,11 @@ class _StateBytes(NamedTuple):
         return cls(estimate.weights_bytes, estimate.gradients_bytes, estimate.optimizer_bytes)
 
     def least(self, zero: int, several: bool, sharers: float, third_stage: "_ThirdStage") -> float:
-        """Return the bytes that a rank has at least at a stage of ZeRO, with the buckets of
-        gathered weights. The file's choice of number formats may add copies. several: whether
-        gradients of several micro-batches add up."""
+        """Return the fewest bytes of a rank at a stage of ZeRO, including the buckets of gathered
+        weights.
+
+        The file's number formats may add copies. several: whether gradients of several
+        micro-batches add up."""
         adds_up = zero < 2 or several
         return (
             self.weights
@@ -93,7 +95,9 @@ class _StateParts(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """The pieces of a stage: whole blocks, halves whose other half is elsewhere, and the head."""
+    """The pieces of a stage: full blocks, halves whose other half is on another stage, and the
+    head.
+    """
 
     blocks: int
     attentions: int
@@ -124,7 +128,7 @@ class _PieceBytes(NamedTuple):
     head: LeastBytes
 
     def of(self, pieces: _Held) -> LeastBytes:
-        """Return what a stage takes."""
+        """Return the bytes of a stage."""
         besides = self.block.besides if pieces.blocks else 0.0
         # what is behind a block has gone when its backward runs
         if pieces.attentions:
@@ -200,14 +204,15 @@ class MemoryBounds:
         return samples // (data * choice.accumulate * choice.microbatches)
 
     def least_peak(self, choice: LayoutChoice, stages: tuple[int, ...] | None = None) -> float:
-        """Return bytes that the fullest rank does not undercut; with any of these stages of ZeRO,
-        where they are given."""
+        """Return a lower bound for the fullest rank's bytes, with any of these stages of ZeRO if
+        given."""
         states = self._least_states(choice, stages or (choice.zero,))
         return max(map(add, states, self._activations(choice))) + self._communicators(choice)
 
     def least_mean(self, choice: LayoutChoice) -> float:
-        """Return bytes that the fullest rank does not undercut with any schedule and stage of
-        ZeRO: those of a mean pipe rank with one micro-batch."""
+        """Return a lower bound for the fullest rank's bytes under any schedule and stage of ZeRO.
+
+        It is that of an average pipe rank with one micro-batch."""
         key = choice.tensor, choice.pipe, choice.expert, choice.microbatches > 1
         if key not in self._least_state:
             state_bytes, _ = self._whole_state(choice)
@@ -218,8 +223,7 @@ class MemoryBounds:
         return (state + activation_bytes) / choice.pipe + self._communicators(choice)
 
     def _least_states(self, choice: LayoutChoice, stages: tuple[int, ...]) -> list[float]:
-        """Return the bytes of state that each pipe rank has at least with any of these stages of
-        ZeRO."""
+        """Return the fewest bytes of state of each pipe rank with any of these stages of ZeRO."""
         cut = self.cut(choice)
         key = id(cut), choice.tensor, choice.expert, choice.microbatches > 1, stages
         if key not in self._of_rank:
@@ -234,7 +238,7 @@ class MemoryBounds:
         return self._of_rank[key]
 
     def _state(self, choice: LayoutChoice, stages: tuple[int, ...], states: _StateParts) -> float:
-        """Return the bytes of state that a rank has at least with any of these stages of ZeRO."""
+        """Return the fewest bytes of state of a rank with any of these stages of ZeRO."""
         if self._needs_whole:  # each parameter has an owner
             sharers = (math.inf,) * 3
         else:
@@ -249,7 +253,7 @@ class MemoryBounds:
         return min(sum(x.least(zero, several, n, y) for x, n, y in parts) for zero in stages)
 
     def _activations(self, choice: LayoutChoice) -> list[float]:
-        """Return the bytes that each pipe rank needs at least besides its state."""
+        """Return the fewest bytes that each pipe rank needs besides its state."""
         cut, micro = self.cut(choice), self.micro_batch(choice)
         if not self.counts_activations:
             return [0.0] * choice.pipe
@@ -294,8 +298,10 @@ class MemoryBounds:
         return self._groups[key]
 
     def _least_kept_of_model(self, choice: LayoutChoice, micro: int) -> float:
-        """Return bytes that a micro-batch keeps at least of all blocks and the head. They are a
-        constant, a part of each token and a part of each position, which three of them tell."""
+        """Return the fewest bytes that a micro-batch keeps in all blocks and the head.
+
+        They consist of a constant, a term per token and a term per position, which three sizes
+        determine."""
         if not self.counts_activations or self.run.data.seq_len % 4:
             return 0.0
         key = choice.tensor, choice.sequence_parallel, choice.recompute
@@ -316,8 +322,7 @@ class MemoryBounds:
         return _NEARLY * (self.sizes.layers * block + head)
 
     def _least_bytes(self, choice: LayoutChoice, micro: int) -> "_PieceBytes":
-        """Return the bytes that a micro-batch takes at least of a block, its halves, and the
-        head."""
+        """Return the fewest bytes of a micro-batch in a block, its halves, and the head."""
         key = (
             choice.tensor,
             choice.context,
@@ -383,8 +388,8 @@ class MemoryBounds:
         return self._cuts[key]
 
     def _whole_state(self, choice: LayoutChoice) -> tuple[_StateParts, list[_StateParts]]:
-        """Return the training state of the model on ranks with these degrees of tensor and expert,
-        and that of each kind of piece."""
+        """Return the training state of the model with these degrees of tensor and expert, and that
+        of each kind of piece."""
         key = choice.tensor, choice.expert
         if key not in self._whole:
             ranks = choice.tensor * choice.expert

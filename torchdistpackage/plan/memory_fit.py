@@ -1,4 +1,5 @@
-"""Decide whether a run fits in the memory of its devices, and find what would. No torch.
+"""Decide whether a run fits into the memory of its devices, and find changes that would make it
+fit. No torch.
 
 Three pipe indices have candidates for the largest peak: the first, whose stage holds most
 micro-batches, the last, which has the logits, and the one with the most weights and state.
@@ -20,7 +21,7 @@ from torchdistpackage.text import size_text
 
 @dataclass(frozen=True, slots=True)
 class RankPeak:
-    """The rank with the largest peak among those that were asked."""
+    """The rank with the largest peak among the examined ones."""
 
     rank: int
     peak: PeakMemory
@@ -40,8 +41,10 @@ def unpredicted_memory(plan: Plan) -> str | None:
 
 
 def needs_trace(plan: Plan) -> bool:
-    """Return whether stages have to run without numbers (train/stage_trace.py) to show what they
-    keep: those of transformers or of a user's own, and any with the loss of a task or a user's."""
+    """Return whether stages must run on fake tensors (train/stage_trace.py) to show what they keep.
+
+    These are stages of transformers or of a user's own model, and any stage with the loss of a task
+    or a user's loss."""
     if plan.traced:
         return False
     data, is_ours = plan.config.data, isinstance(plan.shape, GPTShape)
@@ -50,8 +53,10 @@ def needs_trace(plan: Plan) -> bool:
 
 
 def asked_places(plan: Plan, loads: Sequence[StageLoad] = ()) -> list[int]:
-    """Return the pipe indices whose ranks are asked for their peak: those that may need most, or
-    all with a user's own model. loads: the `stage_loads` of the plan, where they are known.
+    """Return the pipe indices whose peak is examined: those that may need most, or all for a user's
+    own model.
+
+    loads: the `stage_loads` of the plan, if known.
     """
     if plan.model is None:
         return [*range(len(plan.schedule.programs))]
@@ -63,7 +68,7 @@ def asked_places(plan: Plan, loads: Sequence[StageLoad] = ()) -> list[int]:
 def largest_peak(
     plan: Plan, loads: Sequence[StageLoad] = (), *, on_gpu: bool | None = None
 ) -> RankPeak:
-    """Return the rank that needs most, of a plan for which `unpredicted_memory` has no reason.
+    """Return the rank that needs most, for a plan without a reason in `unpredicted_memory`.
 
     loads: as in `asked_places`. on_gpu: as in `peak_memory`.
     """
@@ -80,8 +85,10 @@ def rank_peak(
     on_gpu: bool | None = None,
     flat: tuple[MemoryEstimate, float] | None = None,
 ) -> PeakMemory:
-    """Return the `peak_memory` of a rank; with `train.recompute: auto` the most that the run lets
-    activations take: what train.memory_gb leaves beside the state, and no less than blocks take."""
+    """Return the `peak_memory` of a rank.
+
+    With `train.recompute: auto` activations take the most that the run allows: what train.memory_gb
+    leaves beside the state, but no less than blocks take."""
     flat = flat or flat_memory(plan, rank)
     peak = peak_memory(plan, rank, on_gpu=on_gpu, flat=flat)
     train = plan.config.train
@@ -94,8 +101,10 @@ def rank_peak(
 
 
 def memory_limit(plan: Plan, device: str | None = None) -> float | None:
-    """Return the bytes that a rank may use: train.memory_gb, else all of its device, or its part of
-    one that several ranks share; None where neither is known. device: as `device_of` takes it.
+    """Return the bytes that a rank may use, or None if unknown.
+
+    They are train.memory_gb, else all of its device, or its fraction of a shared one. device: in
+    the form of `device_of`.
     """
     if (limit_gb := plan.config.train.memory_gb) is not None:
         return limit_gb * 1e9
@@ -106,9 +115,10 @@ def memory_limit(plan: Plan, device: str | None = None) -> float | None:
 
 
 def fit_text(plan: Plan, predicted: RankPeak, limit: float, recomputed: Plan | None = None) -> str:
-    """Return whether a rank fits, and how much recomputation would need if it does not.
+    """Return a text that says whether a rank fits, and how much recomputation would need if it does
+    not.
 
-    recomputed: the plan with blocks computed again, traced; None: as their layers state it.
+    recomputed: the traced plan with recomputed blocks; None: as their layers state it.
     """
     need = predicted.peak.total
     sizes = f"{size_text(need)} of {size_text(limit)} on rank {predicted.rank}"
@@ -128,8 +138,8 @@ def recomputing(plan: Plan) -> Plan:
 
 
 def longest_seq_len(plan: Plan, predicted: RankPeak, limit: float) -> int | None:
-    """Return the most tokens of a sequence with which the rank fits, all else as it is; None where
-    one step of the split does not fit.
+    """Return the longest sequence in tokens with which the rank fits, all else equal; None if one
+    step of the split does not fit.
     """
     size = plan.topology.dense.axis_size
     step = lcm(2 * size("context"), size("tensor"))
@@ -145,8 +155,8 @@ def longest_seq_len(plan: Plan, predicted: RankPeak, limit: float) -> int | None
 
 
 def largest_micro_batch(plan: Plan, predicted: RankPeak, limit: float) -> int | None:
-    """Return the most sequences of a micro-batch with which the rank fits, their number as it is;
-    None where one does not fit.
+    """Return the largest micro-batch with which the rank fits, with the same number of
+    micro-batches; None if one sequence does not fit.
     """
     batch = plan.config.data.global_batch // plan.samples_per_microbatch
 
@@ -170,7 +180,7 @@ def _with_seq_len(plan: Plan, seq_len: int) -> Plan:
 
 
 def _most(needs: Callable[[int], float], limit: float, unit: int) -> int | None:
-    """Return the largest number that needs no more than the limit, times the unit."""
+    """Return the largest number whose need is within the limit, times the unit."""
     low, high = 0, 1
     while high < 1 << 24 and needs(high) <= limit:
         low, high = high, 2 * high

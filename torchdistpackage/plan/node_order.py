@@ -21,23 +21,22 @@ from torchdistpackage.plan.traffic import busiest, uncounted
 from torchdistpackage.topology.mesh import Mesh, Ranks
 
 AXES = ("data", "pipe", "context", "tensor", "expert")
-"""Groups that are looked at, by their names in Topology."""
+"""Examined groups, by their names in Topology."""
 MAX_TRIED = 100_000
-"""Labels that are tried in a search of all orders before it is given up."""
+"""Number of labels tried in a search of all orders before it is given up."""
 MAX_PLACES = 64
-"""Most nodes of which all orders are tried."""
+"""Largest number of nodes for which all orders are tried."""
 MAX_EXCHANGED = 200_000
-"""Pairs of places whose exchange is priced where not all orders are tried."""
+"""Pairs of places whose exchange is priced if not all orders are tried."""
 
 Path = tuple[str, ...]
-"""The switches above a node, the lowest first."""
+"""The switches above a node, lowest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class CrossedAxis:
-    """The groups along an axis. num_crossing: for each level of switches, the lowest first, how
-    many of them are below several. num_bytes: of a step between two neighbours; None: not
-    counted."""
+    """The groups along an axis. num_crossing: for each level of switches, lowest first, the number
+    of groups that span several. num_bytes: of a step between two neighbours; None: not counted."""
 
     axis: str
     num_ranks: int
@@ -48,8 +47,8 @@ class CrossedAxis:
 
 @dataclass(frozen=True, slots=True)
 class NodeOrder:
-    """nodes: in the order in which ranks fill them. cost, given_cost: of this order and of the
-    given. is_exact: no order costs less.
+    """An order of nodes, in which ranks fill them. cost, given_cost: of this order and of the given
+    one. is_exact: no order costs less.
     """
 
     nodes: tuple[str, ...]
@@ -74,7 +73,9 @@ class _Axis:
 def crossed_axes(
     plan: Plan, ranks_per_node: int, nodes: Sequence[str], paths: Mapping[str, Path]
 ) -> tuple[CrossedAxis, ...]:
-    """Return what each axis of more than one rank crosses, with the nodes in this order."""
+    """Return the switches that each axis with several ranks crosses, with the nodes in this
+    order.
+    """
     above = [paths[node] for node in nodes]
     levels = range(len(above[0]))
     crossings: list[CrossedAxis] = []
@@ -93,7 +94,7 @@ def crossed_axes(
 def best_order(
     plan: Plan, ranks_per_node: int, nodes: Sequence[str], paths: Mapping[str, Path]
 ) -> NodeOrder:
-    """Return the order of these nodes that costs least, and of equal ones the given.
+    """Return the cheapest order of these nodes; among equal ones, the given order.
 
     Nodes of one switch keep their order.
 
@@ -111,7 +112,8 @@ def best_order(
         raise ConfigError(f"node {twice[0]} is named twice; name it once")
     if absent := [node for node in nodes if node not in paths]:
         raise ConfigError(
-            f"no switch has the nodes {', '.join(absent[:8])}; it has such as {next(iter(paths))}"
+            f"no switch has the nodes {', '.join(absent[:8])}; use names such as "
+            f"{next(iter(paths))}"
         )
     links, start = NodeLinks.of(plan, ranks_per_node), [paths[node] for node in nodes]
     best, is_exact = links.all_tried(start, links.descended(links.sorted(start)))
@@ -123,14 +125,15 @@ def best_order(
 
 
 def host_lines(nodes: Sequence[str], world_size: int, ranks_per_node: int) -> str:
-    """Return the host of each rank, one a line, as srun reads them in the file of SLURM_HOSTFILE
-    with --distribution=arbitrary."""
+    """Return the host of each rank, one per line, in srun's form of SLURM_HOSTFILE with
+    --distribution=arbitrary."""
     return "".join(f"{nodes[rank // ranks_per_node]}\n" for rank in range(world_size))
 
 
 def _axes(plan: Plan) -> list[_Axis]:
-    """Return the axes of more than one rank with the bytes of their links; where bytes are not
-    counted each message between stages and each link of a ring is one."""
+    """Return the axes with several ranks and the bytes of their links.
+
+    If bytes are not counted, each message between stages and each link of a ring counts one."""
     is_counted, sent, message = uncounted(plan) is None, dict.fromkeys(AXES, 0.0), 1.0
     for call in busiest(plan)[1] if is_counted else ():
         for axis in call.axis.split("+"):  # an exchange along two axes loads the links of both
@@ -156,7 +159,7 @@ def _axes(plan: Plan) -> list[_Axis]:
 
 @dataclass(frozen=True, slots=True)
 class NodeLinks:
-    """The bytes that nodes send each other in a step, by their number in an order.
+    """The bytes that nodes send each other in a step, by their position in an order.
 
     near: for each number the bytes to others, both ways together. coords: for each number the index
     of its first rank along the axes.
@@ -192,7 +195,7 @@ class NodeLinks:
         )
 
     def sorted(self, start: Sequence[Path]) -> list[Path]:
-        """Return the best of the given order and of those that fill switch by switch with places
+        """Return the best of the given order and of orders that fill switch by switch, with places
         sorted along the axes."""
         numbers = Counter(start)
         switches = sorted(numbers, key=lambda path: path[::-1])
@@ -216,7 +219,7 @@ class NodeLinks:
         return best
 
     def descended(self, start: Sequence[Path]) -> list[Path]:
-        """Return the order after exchanges of two nodes, each of which made it cheaper."""
+        """Return the order after exchanges of two nodes, each of which reduced the cost."""
         paths, room = list(start), MAX_EXCHANGED
         improved = True
         while improved:
@@ -236,8 +239,8 @@ class NodeLinks:
         return paths
 
     def _around(self, paths: Sequence[Path], a: int, b: int) -> float:
-        """Return what the pairs of two places cost; their own pair counts twice, which no exchange
-        changes."""
+        """Return the cost of the pairs with these two places; their own pair counts twice, which no
+        exchange changes."""
         return sum(
             weight * _levels_between(paths[position], paths[other])
             for position in (a, b)

@@ -1,6 +1,4 @@
-"""The micro-batches that ranks of a pipe hold under each schedule, from formulas where they are
-published. No torch.
-"""
+"""The micro-batches that pipe ranks hold under each schedule, from published formulas. No torch."""
 
 from functools import lru_cache
 
@@ -9,9 +7,9 @@ from torchdistpackage.schedule.engine import TaskGraph
 from torchdistpackage.schedule.generators import computations
 
 THERE_AND_BACK = frozenset({"zb-v", "dualpipe-v"})
-"""Schedules whose second stages go back over the ranks."""
+"""Schedules whose second stages run back over the ranks."""
 ONE_BACKWARD = frozenset({"gpipe", "1f1b", "interleaved", "looped-bfs"})
-"""Schedules whose backward is one; the others compute the gradients of weights apart."""
+"""Schedules with an undivided backward; the others compute the gradients of weights separately."""
 
 Live = tuple[tuple[int, ...], ...]
 """Moments of a rank: for each of its stages the micro-batches that wait for their backward, and
@@ -27,8 +25,9 @@ def placement_of(schedule: str, pipe: int, chunks: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def live_of(schedule: str, pipe: int, microbatches: int, chunks: int) -> tuple[Live, ...]:
-    """Return for each rank moments before a backward at which it holds most, of a schedule with
-    numbers that it is published for. There may be others that are as full."""
+    """Return, for each rank, moments before a backward at which it holds most.
+
+    The schedule must be published for its numbers. Other moments may be equally full."""
     m, p, ranks = microbatches, pipe, range(pipe)
     match schedule:
         case "gpipe" | "looped-bfs":
@@ -56,7 +55,7 @@ def live_of(schedule: str, pipe: int, microbatches: int, chunks: int) -> tuple[L
 
 def _interleaved(m: int, pipe: int, chunks: int, rank: int, deferred: int) -> tuple[int, ...]:
     """Return what a rank of an interleaved order holds after its warm-up and some backwards of its
-    last stage, whose weights have no gradients yet."""
+    last stage whose weights have no gradients yet."""
     forwards = min(2 * (pipe - rank - 1) + (chunks - 1) * pipe + 1 + deferred, m * chunks)
     groups, remainder = divmod(forwards, pipe * chunks)
     num_forwards = [
@@ -68,6 +67,6 @@ def _interleaved(m: int, pipe: int, chunks: int, rank: int, deferred: int) -> tu
 
 @lru_cache(maxsize=64)
 def ordered(schedule: str, pipe: int, microbatches: int, chunks: int) -> Ordered:
-    """Return the placement of a schedule, and its order as numbers of a graph of tasks."""
+    """Return the placement of a schedule, and its order as task numbers of a graph."""
     actions = computations(schedule, pipe, microbatches, chunks)
     return Ordered(actions.placement, TaskGraph(actions.placement, microbatches).order(actions))

@@ -22,7 +22,7 @@ _MOST_BYTES = 1 << 20
 
 
 def is_model(argument: str) -> bool:
-    """Return whether `argument` names a transformers folder or its config.json, and not a run's
+    """Return whether `argument` names a transformers folder or its config.json instead of a run's
     file.
     """
     path = Path(argument)

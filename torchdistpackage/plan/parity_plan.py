@@ -17,9 +17,9 @@ from torchdistpackage.plan.run_plan import Plan
 from torchdistpackage.plan.shrink import smaller_model, zero_group_for
 
 NUM_STEPS = 3
-"""Steps that are compared with those of one process."""
+"""Number of steps compared with those of one process."""
 MORE_STEPS = 3
-"""Steps around two stops, and one to spare: the last of a schedule may have a rate of 0."""
+"""Number of steps around two stops, plus one: the last step of a schedule may have a rate of 0."""
 MOST_RANKS = 8
 AXES = ("data", "pipe", "context", "tensor", "expert")
 
@@ -29,7 +29,7 @@ class ComparedOption:
     """An option of one process that must not change what a step computes.
 
     without, having: the runs to compare. alike: every micro-batch gets the samples of the first.
-    dropout: both draw, as the option must not change what is drawn either.
+    dropout: both draw, because the option must not change the draws either.
     """
 
     name: str
@@ -43,8 +43,8 @@ class ComparedOption:
 class ParityRun:
     """The runs that `tdp prove` compares.
 
-    whole: the run of one process. layouts: axes and the run of each. features: options that one
-    process must not be changed by.
+    whole: the run of one process. layouts: axes and run of each. features: options that must not
+    change one process.
     """
 
     whole: RunConfig
@@ -62,7 +62,7 @@ def world_size_of(axes: Mapping[str, int]) -> int:
 
 
 def parity_run(plan: Plan, layouts: str = "all") -> ParityRun:
-    """Return the layouts of a plan, each a run of its own on the same samples.
+    """Return the layouts of a plan, each as a separate run on the same samples.
 
     layouts: `all`, each axis of the plan alone, pairs, and all axes, with two ranks each; `this`,
         that of the plan, with two ranks an axis if it has more than `MOST_RANKS`; or a list, as in
@@ -79,7 +79,7 @@ def parity_run(plan: Plan, layouts: str = "all") -> ParityRun:
 
 
 def smaller_layouts(run: ParityRun, axes: Mapping[str, int]) -> ParityRun:
-    """Return the layouts with fewer axes than `axes`, to find the one that makes a difference."""
+    """Return the layouts with fewer axes than `axes`, to find the axis that makes a difference."""
     chosen = [x for x in layouts_of(axes) if len(x) < len(axes)]
     return ParityRun(run.whole, [(x, _laid_out(run.whole, x)) for x in chosen])
 

@@ -1,4 +1,4 @@
-"""The program that `tdp prove` writes when a layout differs: it shows the first difference. No
+"""The program that `tdp prove` writes if a layout differs: it shows the first difference. No
 torch.
 """
 

@@ -22,10 +22,10 @@ from torchdistpackage.schedule.actions import Action, ActionKind, flatten
 from torchdistpackage.schedule.engine import most_live
 
 LOSS = frozenset({"logits", "softmax of the loss", "targets"})
-"""Kept bytes that count as those of logits and loss."""
+"""Kinds of kept bytes that count as logits and loss."""
 FRAGMENTED = 0.02
-"""Share of what comes and goes in a step that the caching allocator holds besides: a guess, without
-a source."""
+"""Extra fraction of a step's temporary memory that the caching allocator holds: a guess, without a
+source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class PeakMemory:
     is_exact: bool
 
     def by_kind(self) -> dict[str, float]:
-        """Return the bytes of each kind that there is."""
+        """Return the bytes of each kind that occurs."""
         kinds = {
             "weights": self.weights,
             "gradients": self.gradients,
@@ -83,8 +83,8 @@ def peak_memory(
 ) -> PeakMemory:
     """Return the peak of `rank` in a step of a plan with a model.
 
-    on_gpu: with NCCL's communicators and the allocator of a GPU; None: as the job asks for GPUs.
-    flat: its `flat_memory`, where it is known, since micro-batches do not change it.
+    on_gpu: with NCCL's communicators and a GPU's allocator; None: if the job requests GPUs. flat:
+    its `flat_memory`, if known, because micro-batches do not change it.
     """
     on_gpu = plan.has_gpus if on_gpu is None else on_gpu
     pipe_index = plan.topology.dense.coord(rank)["pipe"]
@@ -123,7 +123,9 @@ def peak_memory(
 
 
 def flat_memory(plan: Plan, rank: int) -> tuple[MemoryEstimate, float]:
-    """Return the bytes of weights, gradients and optimizer state, and those of buckets besides."""
+    """Return the bytes of weights, gradients and optimizer state, and the additional bytes of
+    buckets.
+    """
     pipe_index, formats = plan.topology.dense.coord(rank)["pipe"], plan.numbers
     layouts = [x for x in plan.layouts.values() if not x.stages or pipe_index in x.stages]
     weight, wide = formats.weights.num_bytes, formats.gradients.num_bytes
@@ -148,8 +150,8 @@ def flat_memory(plan: Plan, rank: int) -> tuple[MemoryEstimate, float]:
 
 
 UNDER_WAY = 3
-"""Full buckets at a time where gradients are freed: two on their way (ddp/zero/grad_buffer.py), and
-one that fills."""
+"""Full buckets at a time if gradients are freed: two in flight (ddp/zero/grad_buffer.py), and one
+that fills."""
 
 
 # -- activations ---------------------------------------------------------------------------------
@@ -174,7 +176,7 @@ class _Moment:
         return self.times(-1)
 
     def times(self, number: int) -> "_Moment":
-        """Return the bytes of so many."""
+        """Return the bytes times `number`."""
         return _Moment(number * self.activations, number * self.loss, number * self.temporary)
 
     @property
@@ -198,7 +200,7 @@ class _StageBytes:
 
 
 def _worst(actions: Iterable[Action], stages: dict[int, _StageBytes]) -> tuple[_Moment, _Moment]:
-    """Return the worst moment of a program, and the worst between two of its actions."""
+    """Return the worst moment of a program, and the worst one between two of its actions."""
     bytes_of = {
         stage: (x.kept.total, x.deferred.total, x.forward.total, x.backward.total - x.kept.total)
         for stage, x in stages.items()
@@ -247,8 +249,8 @@ def _total(moment: _Moment) -> float:
 def _stage_bytes(
     plan: Plan, layers: Sequence[int], of: Microbatch, on_gpu: bool, absent: Collection[str]
 ) -> _StageBytes:
-    """Return the bytes of one micro-batch of a stage with these pieces, from what its layers
-    state. absent: kinds of bytes that none of them keeps."""
+    """Return the bytes of a stage's micro-batch from its layers' own numbers. absent: kinds of
+    bytes that none of them keeps."""
     assert plan.model is not None and plan.shape is not None
     numbers = [_without(absent, x) for x in plan.model.layer_numbers(layers, of)]
     # a block that is computed again keeps all of it while its backward runs
@@ -288,7 +290,7 @@ def _stage_bytes(
 
 
 def _traced_bytes(plan: Plan, stage: int, of: Microbatch) -> _StageBytes:
-    """Return the bytes of one micro-batch of a stage that ran without numbers."""
+    """Return the bytes of a stage's micro-batch, from its run on fake tensors."""
     traced = plan.traced[stage].at(of.rows)
     moment = _Moment(traced.kept, traced.loss)
     layers = () if plan.model is None else plan.model.layer_numbers(plan.stages[stage], of)
@@ -314,8 +316,9 @@ class LeastBytes:
 def least_bytes(
     plan: Plan, groups: Iterable[Sequence[int]], *, expert: int, on_gpu: bool
 ) -> list[LeastBytes]:
-    """Return what each group of pieces of a plan takes, whose stages and layouts are not asked for.
-    expert: ranks that share the experts, of which the plan has one."""
+    """Return the bytes of each group of pieces of a plan, independent of its stages and layouts.
+
+    expert: ranks that share the experts; the plan has one."""
     one, absent = replace(microbatch(plan, 0), expert=expert), _absent(plan, on_gpu)
     stages = [_stage_bytes(plan, pieces, one, on_gpu, absent) for pieces in groups]
     return [
@@ -324,7 +327,7 @@ def least_bytes(
 
 
 def _units(layers: Sequence[LayerNumbers]) -> list[list[int]]:
-    """Return the layers of each block together, as they are computed again."""
+    """Return the layers of each block together, because they are recomputed together."""
     units: dict[str, list[int]] = {}
     for i, layer in enumerate(layers):
         name = layer.layer.rpartition(".")[0] if layer.layer.endswith(HALVES) else layer.layer
@@ -336,7 +339,7 @@ def _units(layers: Sequence[LayerNumbers]) -> list[list[int]]:
 
 
 def _absent(plan: Plan, on_gpu: bool) -> set[str]:
-    """Return what no layer keeps on this device, or with heads that context ranks exchange: these
+    """Return what no layer keeps on this device, or with heads that context ranks exchange, which
     are joined with their queries and keys."""
     absent = {"scores", "norm in steps"} if on_gpu else set[str]()
     is_split = plan.topology.dense.axis_size("context") > 1
@@ -353,7 +356,9 @@ def _without(absent: Collection[str], layer: LayerNumbers) -> LayerNumbers:
 
 
 def _kept(layer: LayerNumbers, batch: Microbatch) -> _Moment:
-    """Return what a layer keeps, with the targets of the loss, which are saved beside autograd."""
+    """Return what a layer keeps, including the targets of the loss, which are saved outside
+    autograd.
+    """
     loss = sum(num_bytes for kind, num_bytes in layer.kept.items() if kind in LOSS)
     targets = batch.rows * TARGET_BYTES if "logits" in layer.kept else 0
     return _Moment(layer.kept_bytes - loss, loss + targets)
@@ -401,13 +406,13 @@ def _forward_temporary(layer: LayerNumbers, batch: Microbatch, on_gpu: bool) -> 
 
 
 def _loss_block(logits: float, batch: Microbatch, on_gpu: bool) -> float:
-    """Return the bytes of the logits that the loss looks at together, in its own type."""
+    """Return the bytes of the logits that the loss processes at once, in its own type."""
     at_once = 1 << 28 if on_gpu else 1 << 20  # BLOCK_BYTES, CACHED_BYTES of loss_terms.py
     return min(logits, at_once) / ITEM_BYTES[batch.products] * ITEM_BYTES[batch.losses]
 
 
 def _of_weights(layer: LayerNumbers) -> tuple[Matmul, ...]:
-    """Return the matmuls of weights; the last two of an attention are those of its scores."""
+    """Return the matmuls with weights; the last two of an attention are those of its scores."""
     return layer.matmuls[:-2] if _attends(layer) else layer.matmuls
 
 
@@ -416,19 +421,19 @@ def _attends(layer: LayerNumbers) -> bool:
 
 
 def _weight_bytes(matmul: Matmul, batch: Microbatch) -> float:
-    """Return the bytes of a weight's gradient, as a backward makes it."""
+    """Return the bytes of a weight's gradient in the form that a backward makes."""
     return matmul.n * matmul.k * ITEM_BYTES[batch.products]
 
 
 def _deferred(layer: LayerNumbers, batch: Microbatch) -> float:
-    """Return what the gradients of a layer's weights wait for: inputs and gradients of outputs."""
+    """Return what the gradients of a layer's weights wait for: inputs and output gradients."""
     item = ITEM_BYTES[batch.products]
     inputs = sum(layer.kept.get(x, 0) for x in ("input", "joined heads", "hidden"))
     return inputs + sum(x.m * x.n for x in _of_weights(layer)) * item
 
 
 def _stream_bytes(plan: Plan, batch: Microbatch) -> float:
-    """Return the bytes of what goes from block to block."""
+    """Return the bytes passed from block to block."""
     if plan.traced:
         return max(stage.at(batch.rows).stream for stage in plan.traced.values())
     assert plan.shape is not None
@@ -439,9 +444,11 @@ def _stream_bytes(plan: Plan, batch: Microbatch) -> float:
 def _message_bytes(
     plan: Plan, pipe_index: int, batch: Microbatch, peaks: Mapping[int, int]
 ) -> float:
-    """Return the bytes of messages that are posted or under way: for each micro-batch that waits
-    for its gradient an output that leaves and a gradient that comes, and a pair for the input.
-    peaks: by stage the most micro-batches that it holds at once."""
+    """Return the bytes of messages that are posted or in flight.
+
+    Each micro-batch that waits for its gradient has an outgoing output and an incoming gradient;
+    the input has another pair. peaks: for each stage the most micro-batches that it holds at once.
+    """
     last = plan.schedule.num_stages - 1
     stream = _stream_bytes(plan, batch)
     pairs = 0

@@ -1,8 +1,9 @@
-"""The file of a reference's log-probabilities, which `tdp reference` writes and train.dpo.reference
-names: what its numbers were computed from, and whether a run has the same. No torch.
+"""The file of a reference's log-probabilities: the origin of its numbers, and whether a run has the
+same. No torch.
 
-The header of the safetensors file says which data, tokenizer, keys and reference the numbers come
-from; a run with others is refused by their names.
+`tdp reference` writes it, and train.dpo.reference names it. The header of the safetensors file
+names the data, tokenizer, keys and reference of the numbers; a run with others is refused, naming
+them.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ HEADER = "reference"
 
 
 def identity(config: RunConfig) -> dict[str, str]:
-    """Return what the log-probabilities of a run's reference follow from, by key."""
+    """Return, by key, everything that determines the log-probabilities of a run's reference."""
     data, model = config.data, config.model
     folder = model.initial_folder
     if folder is None:
@@ -48,14 +49,14 @@ def identity(config: RunConfig) -> dict[str, str]:
 
 
 def _fingerprint(path: str | None) -> str:
-    """Return the hash of a file or folder; "" without one, which as a path would be the folder of
-    the process.
+    """Return the hash of a file or folder; "" without a path, which would otherwise mean the
+    current folder.
     """
     return data_fingerprint([path] if path else [])
 
 
 def header_of(path: Path) -> dict[str, str]:
-    """Return what a file says its numbers are of.
+    """Return the origin of a file's numbers, from its header.
 
     Raises:
         ValueError: it is no such file.
@@ -70,7 +71,7 @@ def header_of(path: Path) -> dict[str, str]:
 
 
 def differences(header: Mapping[str, str], expected: Mapping[str, str]) -> str:
-    """Return the names and values of `expected` that the header of a file has otherwise, or ""."""
+    """Return the names and values of `expected` that differ in a file's header, or ""."""
     return ", ".join(
         f"{name} ({header.get(name) or 'none'} there, {value or 'none'} here)"
         for name, value in expected.items()

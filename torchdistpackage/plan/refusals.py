@@ -44,7 +44,7 @@ FILE_KEYS = (
     *("data", "model", "optim.name", "run.seed", "precision.dtype"),
     *("train.steps", "train.epochs", "train.distill", "train.dpo"),
 )
-"""Keys and sections that decide what the files of a run must hold."""
+"""Keys and sections that determine the required contents of a run's files."""
 
 
 def refuse_here(config: RunConfig, source: str, code: str) -> None:
@@ -59,7 +59,7 @@ def refuse_here(config: RunConfig, source: str, code: str) -> None:
 
 
 def check_files(collector: ProblemCollector, config: RunConfig, source: str, code: str) -> None:
-    """Add what `refuse_here` refuses, but for the texts, to the problems of the run."""
+    """Add the refusals of `refuse_here`, except those of texts, to the problems of the run."""
     collector.run("the contents of files", FILE_KEYS, lambda: _refuse(source, unfit_files(config)))
     collector.run("files", (), lambda: _refuse(source, _missing_here(config, code)))
 
@@ -81,7 +81,7 @@ def refuse_texts(config: RunConfig, source: str) -> None:
 
 
 def unfit_files(config: RunConfig) -> list[Problem]:
-    """Return a problem for each file that exists, but holds what this run cannot use."""
+    """Return a problem for each existing file whose contents this run cannot use."""
     problems = wrong_files(config) + other_tokenizer(config)
     return problems + wrong_reference(config) + wrong_logits(config)
 
@@ -121,8 +121,7 @@ _OWN = ("container", "conda", "prologue", "python")
 
 
 def job_problems(config: RunConfig, code: str) -> list[Problem]:
-    """Return what is wrong with the modules and files of a Slurm job, as far as it shows before it
-    runs.
+    """Return the problems of a Slurm job's modules and files that are visible before it runs.
 
     A container sees other folders, a prologue may fetch files, conda may have other modules.
     """
@@ -133,7 +132,7 @@ def job_problems(config: RunConfig, code: str) -> list[Problem]:
 def _of_job(
     config: RunConfig, code: str
 ) -> tuple[Callable[[], list[Problem]], Callable[[], list[Problem]]]:
-    """Return what looks for missing files and modules of a job, and for files that do not fit."""
+    """Return the checks for missing files and modules of a job, and for files that do not fit."""
     has = {x: bool(extra_of(config.launch.slurm, x)) for x in _OWN}
     sees_modules = not (has["container"] or has["conda"] or has["python"])
     sees_files = not (has["container"] or has["prologue"])
@@ -156,8 +155,10 @@ def refuse_moving_aside(files: RunDir, resume: str) -> None:
 
 
 def refuse_checkpoint(config: RunConfig, resume: str, plan: Callable[[], Plan]) -> None:
-    """Raise CheckpointError if the checkpoint that this start would resume from does not fit its
-    plan. The plan is made only if there is such a checkpoint.
+    """Raise CheckpointError if the checkpoint from which this start would resume does not fit its
+    plan.
+
+    The plan is made only if there is such a checkpoint.
     """
     has_copies = config.checkpoint.local_dir is not None
     own_folder = run_folder(config) / CHECKPOINTS
@@ -167,5 +168,5 @@ def refuse_checkpoint(config: RunConfig, resume: str, plan: Callable[[], Plan]) 
 
 
 def refuse_unplanned_checkpoint(config: RunConfig, resume: str, num_ranks: int) -> None:
-    """Call `refuse_checkpoint` for a run that is not planned yet, on so many ranks."""
+    """Call `refuse_checkpoint` for a run without a plan, on `num_ranks` ranks."""
     refuse_checkpoint(config, resume, lambda: make_plan(fitted(config, num_ranks), num_ranks))

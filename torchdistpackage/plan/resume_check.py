@@ -1,4 +1,4 @@
-"""Check what a run would resume from, before any rank starts. No torch.
+"""Check the checkpoint that a run would resume from, before any rank starts. No torch.
 
 Only manifests and sizes are read here. Ranks check the rest, each when it has made its part of the
 model, and what they refuse is a failure of theirs.
@@ -18,7 +18,7 @@ from torchdistpackage.errors import CheckpointError, ConfigError
 from torchdistpackage.plan.run_plan import Plan
 
 _DECIDES = ("run.seed", "model.", "data.", "optim.", "precision.", "train.steps", "train.compile")
-"""Keys that numbers follow from; results do not depend on the others."""
+"""Keys that determine the numbers; results do not depend on the others."""
 _LAYOUT = tuple(f"parallel.{axis}" for axis in ("data", "pipe", "context", "tensor", "expert"))
 _PLACES = ("data.cache",)
 _SOURCES = "data.sources"
@@ -26,7 +26,7 @@ _SHOWN = 6
 
 
 def named_folder(resume: str) -> Path:
-    """Return the folder that `--resume` names; raise ConfigError if there is none."""
+    """Return the folder that `--resume` names; raise ConfigError if it does not exist."""
     if not resume or not Path(resume).is_dir():
         raise ConfigError(
             f"--resume {resume or repr('')}: there is no such folder; name a step_NNNNNN"
@@ -66,7 +66,7 @@ def resumed_from(resume: str, own_folder: Path, *, has_copies: bool = False) -> 
 def refuse_other_model(path: Path, plan: Plan) -> None:
     """Raise CheckpointError if the checkpoint is of another model or precision than the plan.
 
-    Nothing is known here of a model of your own.
+    Nothing is known here about a model of your own.
     """
     shapes = {x.name: x.shape for x in plan.layouts.values() if plan.is_trained(x.name)}
     if plan.model is None:
@@ -88,8 +88,8 @@ def refuse_other_model(path: Path, plan: Plan) -> None:
 
 
 def refuse_other_optimizer(path: Path, config: RunConfig) -> None:
-    """Raise CheckpointError if the checkpoint has the state of an optimizer from which this run's
-    cannot go on.
+    """Raise CheckpointError if the checkpoint has the state of an optimizer that this run's cannot
+    continue.
     """
     state_keys = {
         key for name in read_manifest(path).tensors if (key := name.rpartition("#")[2]) != name
@@ -105,9 +105,10 @@ def refuse_other_optimizer(path: Path, config: RunConfig) -> None:
 
 
 class StartChanges(NamedTuple):
-    """The keys that a start changes against an earlier start, of those that results depend on.
+    """The keys that a start changes compared with an earlier start, among those that affect
+    results.
 
-    keys: such as "model.heads=2 (was 4)". shares: by label the shares of the samples, before and
+    keys: such as "model.heads=2 (was 4)". shares: by label, the shares of the samples before and
     now, of sources whose share changed.
     """
 

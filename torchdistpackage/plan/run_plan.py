@@ -1,6 +1,6 @@
 """Everything about a run that can be decided before a process starts. No torch.
 
-`tdp plan` prints this value and `build` turns it into objects; neither decides anything anew.
+`tdp plan` prints this value and `build` turns it into objects; neither decides anything again.
 """
 
 import math
@@ -100,7 +100,7 @@ class Plan:
 
     @property
     def cp_comm_type(self) -> str:
-        """The way in which context ranks exchange their slices of a sequence, or auto."""
+        """How context ranks exchange their slices of a sequence, or auto."""
         return self.config.parallel.cp_comm_type
 
     @property
@@ -128,7 +128,7 @@ class Plan:
         return self.pipeline.cut
 
     def pieces_on(self, index: int) -> tuple[int, ...]:
-        """Return all pieces of the stages that pipe index `index` runs, in order."""
+        """Return all pieces of the stages of pipe index `index`, in order."""
         return tuple(i for s in self.schedule.stages_of(index) for i in self.stages[s])
 
     @property
@@ -138,8 +138,8 @@ class Plan:
         return tuple(placement[s] for s, span in enumerate(self.stages) for _ in span)
 
     def creations(self, rank: int) -> tuple[Creation, ...]:
-        """Return the groups that a rank makes before its first step, in order; for a user's own
-        model, only those of the axes.
+        """Return the groups that a rank makes before its first step, in order; only those of the
+        axes for a user's own model.
         """
         pipe_index = self.topology.dense.coord(rank)["pipe"]
         kinds = self._kinds_of_layouts.get(pipe_index, ())
@@ -181,7 +181,9 @@ class Plan:
 
     @property
     def has_gpus(self) -> bool:
-        """True if the job asks Slurm for GPUs; elsewhere the ranks find out when they start."""
+        """True if the job requests GPUs from Slurm; elsewhere the ranks find out when they
+        start.
+        """
         options = header(self.config.launch.slurm)
         return any(name in options for name in GPUS if name != "gres") or "gpu" in (
             options.get("gres") or ""
@@ -214,8 +216,8 @@ class Plan:
         return number_formats(self.config.precision)
 
     def is_trained(self, parameter: str) -> bool:
-        """Return whether the parameter of this global name gets gradients; a checkpoint holds those
-        that do.
+        """Return whether the parameter with this global name gets gradients; a checkpoint holds
+        those that do.
         """
         return self.config.model.is_trained(parameter)
 
@@ -327,7 +329,7 @@ def _teacher_plan(student: Plan, world_size: int, source: str, ranks_per_node: i
 def _shard_in_nodes(
     config: RunConfig, world: Topology, source: str, ranks_per_node: int | None
 ) -> RunConfig:
-    """Replace parallel.zero_group=node by the number of data ranks that it stands for."""
+    """Replace parallel.zero_group=node by the corresponding number of data ranks."""
     if ranks_per_node is None and config.launch.slurm:
         shape, _ = job_geometry(config)
         ranks_per_node = None if shape is None else shape.tasks_per_node
@@ -361,7 +363,7 @@ def _refuse_compiled_halves(plan: Plan, source: str) -> None:
 
 
 def splits_backward(programs: Iterable[Program]) -> bool:
-    """Return whether ranks compute the gradients of weights apart from those of inputs."""
+    """Return whether ranks compute the gradients of weights separately from those of inputs."""
     return any(a.kind is ActionKind.W for program in programs for a in flatten(program))
 
 
@@ -394,8 +396,8 @@ def too_long(plan: Plan) -> str | None:
 
 
 def own_model_warnings(plan: Plan) -> list[str]:
-    """Return warnings for a user's own model on tensor and context ranks: a plan knows none of its
-    layers.
+    """Return warnings for a user's own model on tensor and context ranks, because a plan knows none
+    of its layers.
     """
     config, warnings = plan.config, list[str]()
     if plan.model is not None:
@@ -413,7 +415,7 @@ def own_model_warnings(plan: Plan) -> list[str]:
 
 
 def attends_to_parts(plan: Plan) -> str:
-    """Return the warning for a user's own model whose input context ranks share."""
+    """Return the warning for a user's own model whose input is split over context ranks."""
     size, target = plan.config.parallel.context, plan.config.model.target
     return (
         f"parallel.context={size} gives {target} one of {size} parts of each sequence: attention "

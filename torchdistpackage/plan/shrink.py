@@ -1,4 +1,4 @@
-"""The run that stands for a larger one under the order linter. No torch.
+"""The reduced run that stands for a larger one in the communication linter. No torch.
 
 Every axis with several ranks keeps at least two, so that all kinds of groups are there. Which calls
 ranks make, and in which order, does not depend on the length of an axis or on sizes of tensors.
@@ -39,8 +39,8 @@ def shrunk(plan: Plan) -> Plan:
 
 
 def is_small(plan: Plan) -> bool:
-    """Return whether its steps take seconds; False for a user's own model, whose size is not
-    known.
+    """Return whether its steps take only seconds; False for a user's own model, whose size is
+    unknown.
     """
     return plan.shape is not None and num_parameters(plan) * plan.world_size <= MOST_PARAMETERS
 

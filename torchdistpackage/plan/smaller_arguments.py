@@ -1,4 +1,4 @@
-"""Smaller constructor arguments for a model of one's own, known by the names they usually have.
+"""Smaller constructor arguments for your own model, recognised by their usual names.
 
 Sizes keep their ratios: heads that share keys still do, and a width is still that of its heads.
 What the data are must fit: an argument of `data.args` with the same name and value is made smaller
@@ -85,7 +85,7 @@ def _replaced(args: Mapping[str, Any], changed: Mapping[str, tuple[int, int]]) -
 
 
 def _smaller(sizes: Mapping[str, int], config: RunConfig) -> dict[str, int]:
-    """Return the smaller size of each kind of argument that may become smaller."""
+    """Return the smaller size of each kind of argument that can shrink."""
     small = {"vocab": _BYTES if _bytes(config) else _VOCAB, "length": _LENGTH}
     if config.pipeline.schedule != CUSTOM:
         stages = 2 * (config.pipeline.chunks or 2) if config.parallel.pipe > 1 else 1

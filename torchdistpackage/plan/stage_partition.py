@@ -1,4 +1,4 @@
-"""Choose where the model is cut into stages, and the order in which they work. No torch.
+"""Choose where the model is cut into stages, and the order of their work. No torch.
 
 The order is built before the cut, because it says how many stages there are and where they run;
 only `auto` weighs several cuts, each with the best order for its costs.
@@ -24,7 +24,9 @@ from torchdistpackage.schedule.engine import Timeline, simulate
 from torchdistpackage.schedule.generators import build, computations
 
 AUTO_CHUNKS = (1, 2)
-"""Stages on a rank that `auto` tries: more cuts the model finer than its bubble is worth."""
+"""Numbers of stages on a rank that `auto` tries; more would cut the model more finely than its
+bubble is worth.
+"""
 _ROUNDING = 1e-9
 
 
@@ -94,7 +96,9 @@ def cut_of(config: RunConfig, pieces: ModelUnits, placement: tuple[int, ...]) ->
 
 @lru_cache(maxsize=64)
 def _split(weights: tuple[float, ...], placement: tuple[int, ...]) -> tuple[range, ...]:
-    """Cut once for all plans of a model: a search makes many, and a cut takes up to a second."""
+    """Cut once for all plans of a model, because a search makes many plans and a cut takes up to a
+    second.
+    """
     return split_by_cost(weights, len(placement), placement=placement)
 
 
@@ -110,7 +114,7 @@ class _Partitioner:
         return Stages(schedule, cut, costs, self.measured)
 
     def cut(self, placement: Sequence[int]) -> tuple[range, ...]:
-        """Cut the pieces so that the stages share evenly what `pipeline.partition` names.
+        """Cut the pieces so that the stages divide evenly what `pipeline.partition` names.
 
         Raises:
             ScheduleError: a piece has not been measured.
@@ -126,7 +130,7 @@ class _Partitioner:
         return _split(tuple(weights), tuple(placement))
 
     def synthesized(self) -> Stages:
-        """Return the order and the number of stages per rank that take the least time by their
+        """Return the order and the number of stages per rank with the shortest time by their
         costs.
         """
         pipe, number = self.run.parallel.pipe, self.run.pipeline.microbatches

@@ -1,4 +1,4 @@
-"""The cost of a start on GPUs besides the model: connections, their memory, the store. No torch.
+"""The cost of a start on GPUs apart from the model: connections, their memory, the store. No torch.
 
 Requests are an upper estimate: tests/train/test_many_ranks.py counts about 20 of a rank until it
 has joined. Memory of communicators (plan/memory.py) is an estimate too: NCCL allocates it outside
@@ -25,10 +25,10 @@ REQUESTS_OF_GROUP = 12
 
 @dataclass(frozen=True, slots=True)
 class StartBill:
-    """The start of one rank, rank 0 where it differs.
+    """The start of one rank; rank 0 if it differs.
 
     communicators, peers: of NCCL: groups of several ranks, and ranks that messages go to.
-    device_bytes: what they are estimated to take. requests: to the store, of all ranks together.
+    device_bytes: their estimated memory. requests: to the store, of all ranks together.
     descriptors: of rank 0, which keeps the store; rank_descriptors: of any other.
     """
 
@@ -67,7 +67,7 @@ def start_bill(plan: Plan, rank: int = 0) -> StartBill:
 
 
 def start_table(plan: Plan) -> list[str]:
-    """Return the bill as a table; [] where a rank is alone."""
+    """Return the bill as a table; [] if a rank is alone."""
     if plan.world_size == 1:
         return []
     bill = start_bill(plan)

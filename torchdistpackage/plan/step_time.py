@@ -1,7 +1,7 @@
 """The predicted seconds of a plan's step on a device, and of the whole run. No torch.
 
-The plan becomes the sizes and the layout that `predict` takes; the order of its pipeline is the
-plan's own. What the model of predict does not cover is said, and not guessed.
+The plan becomes the sizes and the layout that `predict` takes; the pipeline's order is the plan's
+own. Cases that predict does not model are reported, not guessed.
 """
 
 import re
@@ -25,17 +25,17 @@ from torchdistpackage.predict.workload import StepLayout, TransformerSizes
 from torchdistpackage.schedule.actions import Schedule
 
 _COMPUTES = {"highest": "float32", "high": "tfloat32", "medium": "bfloat16"}
-"""The type in which a device multiplies float32 numbers, by `precision.matmul`."""
+"""Type in which a device multiplies float32 numbers, by `precision.matmul`."""
 _WINDOWS = {"mistral": 4096, "gemma2": 4096}
 """Windows of families whose config.json may leave out sliding_window."""
 _OTHER_FLOPS = 0.05
-"""Share by which a model's matmuls may differ from those that are predicted for its sizes."""
+"""Largest fraction by which a model's matmuls may differ from those predicted for its sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPrediction:
-    """The inputs from which the seconds of a plan's step are predicted. fabric: the links.
-    schedule: of the pipe; None: there is none.
+    """Inputs for predicting the seconds of a plan's step. fabric: the links. schedule: of the pipe,
+    or None.
     """
 
     sizes: TransformerSizes
@@ -85,13 +85,13 @@ class RunTime:
 
     @property
     def steps_of_job(self) -> int | None:
-        """Steps that end within the job's time; None: it has no limit."""
+        """Return the steps that end within the job's time; None without a limit."""
         return None if self.job_seconds is None else int(self.job_seconds / self.step.total)
 
 
 def device_of(config: RunConfig, name: str | None = None) -> Accelerator | None:
-    """Return the device of this name, else of the type of GPU that the job asks for; None where
-    neither says one that is known.
+    """Return the device of this name, else the GPU type that the job requests; None if neither is
+    known.
 
     Raises:
         ConfigError: no device has that name.
@@ -274,7 +274,7 @@ def _sizes_of_transformer(shape: TransformersShape) -> TransformerSizes:
 
 
 def layout_of(plan: Plan, ranks_per_node: int = 0) -> StepLayout:
-    """Return how the plan shares and repeats its work."""
+    """Return how the plan divides and repeats its work."""
     config, parallel = plan.config, plan.config.parallel
     assert plan.shape is not None
     is_narrow = config.precision.dtype == "bf16"

@@ -1,4 +1,4 @@
-"""The run of a teacher beside the model that is distilled from it, and its tokenizer. No torch."""
+"""The run of a teacher for the model that is distilled from it, and its tokenizer. No torch."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -23,8 +23,8 @@ _SHOWN = 3
 def teacher_config(config: RunConfig) -> RunConfig:
     """Return the run that has the teacher as its model, on the same ranks.
 
-    Its stages are cut by its own costs, as measured costs are those of the model. More tensor ranks
-    or stages than the model has are data ranks of the model.
+    Its stages are cut by its own costs, because measured costs are those of the model. Tensor ranks
+    beyond the model's are data ranks of the model.
     """
     partition = "cost" if config.pipeline.partition == "time" else config.pipeline.partition
     pipeline = config.pipeline.model_copy(update={"costs": None, "partition": partition})

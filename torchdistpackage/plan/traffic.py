@@ -1,7 +1,8 @@
 """Bytes of a step by axis: every call that a rank makes in it, counted from the plan. No torch.
 
-Tests hold the count to the record of real ranks, call by call. What a rank cannot know before it
-runs is said, and not guessed: how many tokens come to its experts, of which a mean rank is counted.
+Tests compare the count with the record of real ranks, call by call. What a rank cannot know before
+it runs is stated instead of guessed: for the number of tokens sent to its experts, an average rank
+is counted.
 """
 
 import math
@@ -45,7 +46,7 @@ UNLIMITED_BYTES = 2**62
 
 
 def uncounted(plan: Plan) -> str | None:
-    """Return why the calls of a step are not known before it runs, or None."""
+    """Return why the calls of a step are unknown before it runs, or None."""
     if plan.model is None:
         return "a model of your own: its bytes are known once it is built"
     config, parallel = plan.config, plan.config.parallel
@@ -109,8 +110,8 @@ def traffic(plan: Plan, rank: int) -> tuple[CallCount, ...]:
 
 
 def busiest(plan: Plan) -> tuple[int, tuple[CallCount, ...]]:
-    """Return the rank that gives the most bytes to its calls, among the first rank of each pipe
-    index, and these calls.
+    """Return the rank with the most bytes in its calls, among the first ranks of all pipe indices,
+    and these calls.
     """
     mesh = plan.topology.dense
     ranks = [mesh.rank({"pipe": index}) for index in range(len(plan.schedule.programs))]
@@ -119,7 +120,7 @@ def busiest(plan: Plan) -> tuple[int, tuple[CallCount, ...]]:
 
 
 def between_nodes(calls: Iterable[CallCount], ranks_per_node: int) -> float:
-    """Return the bytes that a rank gives to calls whose ranks are on several nodes."""
+    """Return the bytes of a rank's calls whose ranks are on several nodes."""
     return sum(
         call.num_bytes
         for call in calls
@@ -158,8 +159,8 @@ def microbatch(plan: Plan, rank: int) -> Microbatch:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Ranks over which gradients are summed; equal ones are one object, so that thousands of ranks
-    are hashed once.
+    """Ranks over which gradients are summed; equal groups are one object, so that thousands of
+    ranks are hashed once.
 
     deferred: as in `ParamSpec`. replicas: ranks with the same shard, this one included.
     """
@@ -182,7 +183,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _Summed:
-    """A parameter whose gradient is summed over a group, in the order of registration."""
+    """A parameter whose gradient is summed over a group, in registration order."""
 
     name: str
     num_elements: int

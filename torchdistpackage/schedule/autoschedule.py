@@ -64,7 +64,10 @@ def synthesize(
             )
     weights = None if stage_bytes is None else tuple(stage_bytes)
     if weights is not None and len(weights) != num_stages:
-        raise ScheduleError(f"{NAME}: bytes of {len(weights)} stages for {num_stages} stages")
+        raise ScheduleError(
+            f"{NAME}: bytes of {len(weights)} stages for {num_stages} stages; give one number for "
+            "each stage"
+        )
     works = [TaskGraph(p, num_microbatches, costs, weights) for p in placements]
     _, name, order, work = _shortest([_best(work, chunks, memory_cap) for work in works])
     return lower(work.schedule(name, order), costs)
@@ -165,5 +168,8 @@ def _capacity(work: TaskGraph, cap: float | Sequence[float] | None) -> tuple[flo
     if cap is None:
         caps = [2 * work.num_ranks * x for x in one_microbatch]
     if len(caps) != work.num_ranks:
-        raise ScheduleError(f"{NAME}: memory caps of {len(caps)} ranks for {work.num_ranks} ranks")
+        raise ScheduleError(
+            f"{NAME}: memory caps of {len(caps)} ranks for {work.num_ranks} ranks; give one cap "
+            "for each rank"
+        )
     return tuple(map(min, caps, all_microbatches))  # type: ignore[arg-type]

@@ -82,7 +82,8 @@ class StageCosts:
         if isinstance(costs, StageCosts):
             if len(costs.forward) != num_stages:
                 raise ScheduleError(
-                    f"costs of {len(costs.forward)} stages cannot time a schedule of {num_stages}"
+                    f"costs of {len(costs.forward)} stages cannot time a schedule of "
+                    f"{num_stages}; give costs for each stage"
                 )
             return costs
         full = costs.get(ActionKind.B, costs.get(ActionKind.I, 0.0) + costs.get(ActionKind.W, 0.0))
@@ -230,10 +231,12 @@ def _costs_of(text: str, path: str) -> CostsFile:
     try:
         document: object = yaml.load(text, Loader=_CostsLoader)
     except yaml.YAMLError as error:
-        raise ScheduleError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        raise ScheduleError(
+            f"{path} is not YAML: {' '.join(str(error).split())}; correct it"
+        ) from error
     except (ValueError, ArithmeticError, TypeError, AttributeError, LookupError) as error:
         # for example a tag on an unsuitable value, or a number of thousands of digits
-        raise ScheduleError(f"{path} is not YAML: {error!r}") from error
+        raise ScheduleError(f"{path} is not YAML: {error!r}; correct it") from error
     if not isinstance(document, dict):
         raise ScheduleError(
             f"{path} holds a {type(document).__name__}; costs are rows such as `forward: [1, 1]`"
@@ -242,7 +245,7 @@ def _costs_of(text: str, path: str) -> CostsFile:
     unknown = [str(key)[:40] for key in content if key not in (*ROWS, PIECES)][:10]
     if unknown:
         raise ScheduleError(
-            f"{path} has unknown keys {', '.join(unknown)}; there are {', '.join(ROWS)}, {PIECES}"
+            f"{path} has unknown keys {', '.join(unknown)}; use {', '.join(ROWS)}, {PIECES}"
         )
     rows = {name: _row(f"{path}: {name}", content[name]) for name in ROWS if name in content}
     if "forward" not in rows or ("backward" not in rows and not {"input", "weight"} <= {*rows}):

@@ -70,7 +70,7 @@ def canonical(name: str) -> str:
     plain = re.sub(r"[-_ ]", "", name.lower()).removeprefix("schedule")
     spellings = {ours.replace("-", ""): ours for ours in GENERATORS} | _OTHER_NAMES
     if plain not in spellings:
-        raise ScheduleError(f"no schedule {name!r}; the names are {', '.join(GENERATORS)}")
+        raise ScheduleError(f"no schedule {name!r}; use one of {', '.join(GENERATORS)}")
     return spellings[plain]
 
 

@@ -270,7 +270,9 @@ def receives_ahead(schedule: Schedule, ahead: int) -> Schedule:
     uses.
     """
     if ahead < 0:
-        raise ValueError(f"receives can be posted 0 or more computations ahead, not {ahead}")
+        raise ValueError(
+            f"receives can be posted 0 or more computations ahead, not {ahead}; pass 0 or more"
+        )
     programs = tuple(_ahead(program, ahead) for program in schedule.programs)
     return fuse_messages(replace(schedule, programs=programs))
 

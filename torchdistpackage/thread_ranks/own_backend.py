@@ -237,5 +237,8 @@ def _rows(x: Tensor, sizes: Sequence[int] | None, number: int) -> list[Tensor]:
     """Return views of `x` with as many rows as `sizes` say, or with equal numbers."""
     sizes = list(sizes or [x.shape[0] // number] * number)
     if sum(sizes) != x.shape[0]:
-        raise ValueError(f"{sizes} rows to exchange are not the {x.shape[0]} rows of the tensor")
+        raise ValueError(
+            f"{sizes} rows to exchange are not the {x.shape[0]} rows of the tensor; pass sizes "
+            "that add up to them"
+        )
     return list(x.detach().split(sizes))

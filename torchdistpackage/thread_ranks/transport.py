@@ -122,6 +122,7 @@ class ThreadWork(OwnWork):
         self._context, self._entry, self._message = context, entry, message
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        # lets other ranks run, because one of them completes the entry
         self._context.wait(self._entry)
         return True
 

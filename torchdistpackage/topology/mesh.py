@@ -149,7 +149,7 @@ def whole_size(name: str, size: object) -> int:
     # a bool is an int to Python, but no one means it as a size
     if isinstance(size, bool) or not isinstance(size, int | float) or size < 1 or size % 1 != 0:
         raise TopologyError(
-            f"axis {name} has size {size!r}; a size is a whole number of ranks, 1 or more"
+            f"axis {name} has size {size!r}; use a whole number of ranks, 1 or more"
         )
     return int(size)
 
@@ -293,8 +293,8 @@ class Topology:
             return self.dense, self.model_axes
         names = [*self.dense.names, "model", "global", *ALIASES]
         raise TopologyError(
-            f"there is no group {mode!r} in {describe(self.dense.axes)}; "
-            f"the names are {', '.join(names)}"
+            f"there is no group {mode!r} in {describe(self.dense.axes)}; use one of "
+            f"{', '.join(names)}"
         )
 
     @property

@@ -46,6 +46,7 @@ def trial(plan: Plan, num_steps: int = STEPS, *, limit_s: float = 600.0) -> Lint
 
     def step(rank: int) -> list[float]:
         trainer = build(small, rank, torch.device("cpu"), data)
+        # each step is awaited, so that a finding belongs to the step that caused it
         return [trainer.train_step(number).wait().loss for number in range(1, num_steps + 1)]
 
     threads = torch.get_num_threads()

@@ -61,8 +61,9 @@ class TokenWindows:
             tokens = ids[at : at + _AT_ONCE]
             if tokens.max() >= vocab:
                 raise DataError(
-                    f"token id {tokens.max()} at position {at + int(tokens.argmax())}, outside the "
-                    f"vocabulary of {vocab}; is it of this model's tokenizer and data.dtype?"
+                    f"token id {tokens.max()} at position {at + int(tokens.argmax())}, outside "
+                    f"the vocabulary of {vocab}; use the tokenizer of this model, and its "
+                    "data.dtype"
                 )
 
     def part(self, ranges: Sequence[range]) -> "TokenWindows":

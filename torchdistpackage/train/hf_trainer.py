@@ -150,6 +150,6 @@ def _state_of(path: Path, name: str, state: Any, weights: TensorSource) -> dict[
         if tuple(state[key].shape) != shape:
             raise CheckpointError(
                 f"{path / _OPTIMIZER}: {key} of {name} has shape {tuple(state[key].shape)}, its "
-                f"weight {shape}; the optimizer is of another model than config.json"
+                f"weight {shape}; put the config.json of this optimizer's model beside it"
             )
     return {f"{name}#{key}": state[key] for key in sorted(_KEYS)}

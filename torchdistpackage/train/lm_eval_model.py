@@ -157,15 +157,18 @@ class HarnessModel(TemplateLM):
         until = handle_stop_sequences(options.pop("until", None), eos=eos)
         if unknown := {*options} - _SAMPLING_KEYS:
             raise DataError(
-                f"a task's generation_kwargs have {', '.join(sorted(unknown))}; known are "
-                f"until, max_gen_toks, {', '.join(sorted(_SAMPLING_KEYS))}"
+                f"a task's generation_kwargs have {', '.join(sorted(unknown))}; use until, "
+                f"max_gen_toks, {', '.join(sorted(_SAMPLING_KEYS))}"
             )
         temperature = float(options.get("temperature") or 0.0) if options["do_sample"] else 0.0
         filters = {key: options.get(key) for key in ("top_k", "top_p") if temperature}
         # as HFLM does it: the last tokens that leave room for the new ones
         prompts = [tuple(self.tok_encode(text)[-(window - number) :]) for text in contexts]
         if not all(prompts):
-            raise DataError("a prompt has no token; the tokenizer gives none for its text")
+            raise DataError(
+                "a prompt has no token, as the tokenizer gives none for its text; leave this "
+                "prompt out, or add text to it"
+            )
         ends = tuple(end for end in until if end)
         return TextCall(tuple(prompts), ends, number, Sampling(temperature, **filters))
 

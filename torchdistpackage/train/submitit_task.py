@@ -48,6 +48,7 @@ class TrainingTask:
         with _Relay() as relay:
             process = subprocess.Popen([*until_it_listens, *python, *self.overrides], env=env)
             relay.child = process
+            # signals are relayed to the child meanwhile; its exit code is the task's
             code = process.wait()
         rank = os.environ.get("SLURM_PROCID", "0")
         if code:
@@ -63,7 +64,10 @@ class TrainingTask:
                 relay.hand_over()  # does not come back
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # or Slurm would have to wait for SIGKILL
             time.sleep(_KILLED_WITHIN_S)
-            raise RankError(f"rank {rank} outlived the requeue of its job by {_KILLED_WITHIN_S} s")
+            raise RankError(
+                f"rank {rank} outlived the requeue of its job by {_KILLED_WITHIN_S} s; look at "
+                "this node, and cancel the job if it hangs"
+            )
         return str(decision or "")
 
     def checkpoint(self) -> object:

@@ -234,7 +234,10 @@ def _resume(
         try:
             torch.set_rng_state(cpu)
         except (RuntimeError, TypeError) as error:
-            raise CheckpointError(f"{path}: its random state cannot be loaded: {error}") from error
+            raise CheckpointError(
+                f"{path}: its random state cannot be loaded: {error}; resume from another "
+                "checkpoint"
+            ) from error
     elif trainer.rank == 0:
         now = describe(degrees_of(tpc.topology))
         log.info(

@@ -61,7 +61,7 @@ def mixed() -> None:
         len(pair(at(F, a, torch.zeros(6)), 2))
     loose = at(F, a, lambda x: x.split(2), dynamic=True)
     assert [len(loose(at(F, a, torch.zeros(n)))) for n in (2, 4, 6)] == [1, 2, 3]
-    with pytest.raises(PlacementError, match=r"no part 7; its parts are \[0, 1\]"):
+    with pytest.raises(PlacementError, match=r"no part 7; .*\[0, 1\]"):
         loose(at(F, a, torch.zeros(4)))[7]
     with (
         pytest.raises(PlacementError, match="begins at one tensor") if rank in a.ranks else _fine()

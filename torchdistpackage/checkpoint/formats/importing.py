@@ -26,7 +26,7 @@ def write_checkpoint(source: TensorSource, folder: Path) -> Path:
             f"{folder / folder_name(source.step)} is there; choose another folder or --step"
         )
     if not source.tensors:
-        raise CheckpointError("there is no tensor to import; look at the names in the mapping file")
+        raise CheckpointError("there is no tensor to import; correct the names in the mapping file")
     temporary = make_temporary(folder, source.step)
     try:
         keys = {f"{name}[0]": name for name in source.tensors}

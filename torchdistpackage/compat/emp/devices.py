@@ -193,7 +193,7 @@ def check_rank(used_by: str, rank: object) -> None:
     size = world().size() if is_joined() else 1
     if not isinstance(rank, int) or not 0 <= rank < size:
         raise PlacementError(
-            f"{used_by}: rank {rank!r} is none of the {size} ranks, 0 to {size - 1}"
+            f"{used_by}: rank {rank!r} is none of the {size} ranks; use 0 to {size - 1}"
         )
 
 

@@ -152,8 +152,8 @@ def default_level() -> str | int:
         return int(level)
     if level.upper() not in logging.getLevelNamesMapping():
         raise ConfigError(
-            f"EMP_LOG_LEVEL is {level!r}; levels are "
-            f"{', '.join(logging.getLevelNamesMapping())}, or a number"
+            f"EMP_LOG_LEVEL is {level!r}; set it to {', '.join(logging.getLevelNamesMapping())}, "
+            "or a number"
         )
     return level.upper()
 

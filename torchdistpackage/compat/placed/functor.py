@@ -81,7 +81,8 @@ class DeviceFunctor:
         if not 1 <= num_ranks <= len(ranks) - begin:
             raise PlacementError(
                 f"a place of {num_ranks} ranks, from rank {place.rank} on, does not fit into the "
-                f"{len(ranks)} ranks of the program"
+                f"{len(ranks)} ranks of the program; use a place of fewer ranks, or start more "
+                "ranks"
             )
         chosen = ranks[begin : begin + num_ranks]
         places_of_last = [

@@ -199,7 +199,9 @@ class ManagedTensor(TensorMethods):
                 if kind == "named" and isinstance(key, int) and key not in names:
                     part_name = names[key] if -len(names) <= key < len(names) else key
                 if part_name not in names:
-                    raise PlacementError(f"an output has no part {key!r}; its parts are {names}")
+                    raise PlacementError(
+                        f"an output has no part {key!r}; use one of its parts {names}"
+                    )
                 return self._part(part_name)
         return run_together(operator.getitem, (self, key), {})
 
@@ -214,7 +216,9 @@ class ManagedTensor(TensorMethods):
         if kind == "tensor":
             return iter(run_together(torch.unbind, (self,), {}))
         if kind == "value":
-            raise PlacementError("this output is a single value, which has no parts to unpack")
+            raise PlacementError(
+                "this output is a single value, which has no parts to unpack; use it as it is"
+            )
         return iter(names) if kind == "named" else iter([self._part(name) for name in names])
 
     def keys(self) -> list[Any]:
@@ -346,7 +350,8 @@ def run_on(
             )
         if leaf._program is not program:
             raise PlacementError(
-                f"{name} on {place}: an argument belongs to another group of ranks"
+                f"{name} on {place}: an argument belongs to another group of ranks; move it there "
+                "by .to(place) first"
             )
         if id(leaf) not in index:
             index[id(leaf)] = len(values)

@@ -49,8 +49,8 @@ class PlaceLink(LinkModel):
     def __post_init__(self) -> None:
         if not (self.latency_s >= 0 and self.bytes_per_s > 0):
             raise PlacementError(
-                f"a link of latency_s={self.latency_s} and bytes_per_s={self.bytes_per_s}; the "
-                f"latency is 0 or more, the bytes a second are more than 0"
+                f"a link of latency_s={self.latency_s} and bytes_per_s={self.bytes_per_s}; give a "
+                "latency of 0 or more, and more than 0 bytes a second"
             )
 
 

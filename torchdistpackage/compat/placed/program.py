@@ -384,7 +384,8 @@ def _root_gradient(content: Content, gradient: Tensor | None) -> tuple[GradTarge
         return target, torch.ones_like(x)
     if gradient.shape != x.shape:
         raise RuntimeError(
-            f"the gradient has shape {tuple(gradient.shape)}, but the tensor {tuple(x.shape)}"
+            f"the gradient has shape {tuple(gradient.shape)}, but the tensor {tuple(x.shape)}; "
+            "pass a gradient of the tensor's shape"
         )
     return target, gradient.detach().to(x.device, x.dtype)
 

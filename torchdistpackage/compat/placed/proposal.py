@@ -73,7 +73,8 @@ class Proposal:
         chosen = list(places or [F.allocate_device() for _ in self.held_bytes])
         if len(chosen) != len(self.held_bytes):
             raise PlacementError(
-                f"the proposal is for {len(self.held_bytes)} places, not {len(chosen)}"
+                f"the proposal is for {len(self.held_bytes)} places, not {len(chosen)}; pass as "
+                "many places as it was made for"
             )
         return PlacedModel(self, F, chosen)
 
@@ -173,7 +174,9 @@ def propose(
             number is out of range, or the parts do not fit into the memory.
     """
     if not isinstance(model, Module):
-        raise PlacementError(f"propose: the model is a {type(model).__name__}, no module")
+        raise PlacementError(
+            f"propose: the model is a {type(model).__name__}, no module; pass a torch.nn.Module"
+        )
     single = isinstance(memory_gb, int | float)
     memory = [memory_gb] * (2 if num_places is None else num_places) if single else list(memory_gb)
     problems = [

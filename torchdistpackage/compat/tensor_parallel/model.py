@@ -79,6 +79,7 @@ class TensorParallel(ParallelModule):
         self.device_ids = [-1 if d.type == "cpu" else d.index for d in devices]
         self.tensor_parallel_config = TensorParallelConfig.of(self.tensor_parallel_config)
         self.sharding_manager: ShardingManager | None = None
+        # one forward at a time, because it puts gathered weights into the shards
         self._lock = threading.Lock()
         self._places: list[dict[str, list[Place]]] | None = None
         if sharded and self._group is None and len(devices) > 1:

@@ -63,6 +63,7 @@ class CollectiveOperation(CollectiveBase):
     ):
         self.world_size, self.func = world_size, func
         self.authoritative_rank = authoritative_rank
+        # guards inputs and outputs; threads wait on it for the last one to arrive
         self._lonely = threading.Condition()
         self._inputs: dict[int, Any] = {}
         self._outputs: dict[int, Any] = {}
@@ -129,7 +130,10 @@ class CollectiveOperation(CollectiveBase):
     ) -> None:
         if run is None:
             if not condition.wait_for(ready, WAIT_S):
-                raise CommError(f"other threads did not come to a collective within {WAIT_S} s")
+                raise CommError(
+                    f"other threads did not come to a collective within {WAIT_S} s; let all "
+                    "shards make the same calls"
+                )
             return
 
         def settled() -> bool:

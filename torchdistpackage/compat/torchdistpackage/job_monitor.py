@@ -44,7 +44,7 @@ def scancel_slurm_job(jobid: str | int) -> None:
     """
     ran = run_command(["scancel", str(jobid)])
     if ran.code != 0:
-        raise LaunchError(f"scancel {jobid} failed: {ran.why}")
+        raise LaunchError(f"scancel {jobid} failed: {ran.why}; cancel it by hand")
 
 
 def monitor_job(file: str | Path, query_interval: float = 10) -> Stop:

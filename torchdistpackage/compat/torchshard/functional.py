@@ -84,7 +84,9 @@ def parallel_linear(
         weight = plain(weight)
         bias = None if bias is None else plain(bias)
     if weight.dim() != 2:
-        raise LayoutError(f"the weight of a product is (out, in), not {tuple(weight.shape)}")
+        raise LayoutError(
+            f"the weight of a product is (out, in), not {tuple(weight.shape)}; pass a matrix"
+        )
     if dim is None:
         return F.linear(input, weight, bias)
     group = get_group()
@@ -159,7 +161,7 @@ def parallel_embedding(
         "sparse": sparse,
     }
     if input.is_floating_point():
-        raise ValueError(f"ids are {input.dtype}; an embedding looks up whole numbers")
+        raise ValueError(f"ids are {input.dtype}; pass whole numbers, such as torch.int64")
     if dim is None:
         return F.embedding(input, weight, **options)
     group = get_group()

@@ -168,7 +168,8 @@ class ParallelEmbedding(ParallelLayer):
             valid_ids = range(-num_embeddings, num_embeddings)
             if type(padding_idx) is not int or padding_idx not in valid_ids:
                 raise ValueError(
-                    f"padding_idx {padding_idx!r} is outside the vocabulary of {num_embeddings}"
+                    f"padding_idx {padding_idx!r} is outside the vocabulary of {num_embeddings}; "
+                    f"use None, or an id of the vocabulary"
                 )
             padding_idx %= num_embeddings
         self.num_embeddings = num_embeddings
@@ -188,7 +189,7 @@ class ParallelEmbedding(ParallelLayer):
             if tuple(_weight.shape) != (num_embeddings, embedding_dim):
                 raise ValueError(
                     f"_weight has shape {tuple(_weight.shape)}, the table is "
-                    f"{(num_embeddings, embedding_dim)}"
+                    f"{(num_embeddings, embedding_dim)}; pass a weight of that shape"
                 )
             self.weight = nn.Parameter(self.part(_weight.detach(), "weight"))
             self.mark()

@@ -92,7 +92,7 @@ def check_module(module: object) -> None:
         ValueError: it is none.
     """
     if not isinstance(module, nn.Module):
-        raise ValueError(f"a torch.nn.Module was expected, not {type(module).__name__}")
+        raise ValueError(f"a {type(module).__name__} is no torch.nn.Module; pass a module")
 
 
 def _split_parameters(model: nn.Module) -> dict[str, tuple[int, Tensor]]:

@@ -31,15 +31,15 @@ _SPLITS_FILE = "dataset_dict.json"
 _FILE = re.compile(r".+-(?P<split>[A-Za-z_]\w*)(?:-\d{5}-of-\d{5})?\.arrow")
 """A file of the cache: NAME-SPLIT.arrow, or NAME-SPLIT-00000-of-00002.arrow."""
 _RESULT = "cache-"
-"""Files that begin so keep results of `map` and `filter` beside the rows that they were made of."""
+"""Beginnings of files that hold results of `map` and `filter` beside their source rows."""
 
 
 class ArrowRows:
     """Arrow files, each row a document. A piece is complete record batches."""
 
     def data_files(self, folder: Path, files: Sequence[Path], split: str = "") -> list[Path]:
-        """Return those of the files below `folder` that hold rows of a split; "": of the only one,
-        or of several those of `train`.
+        """Return those of the files below `folder` that hold rows of a split; "": the only one, or
+        among several `train`.
 
         Raises:
             DataError: there is no such split, or there are several and none is `train`.

@@ -72,7 +72,8 @@ class ChatTemplate:
             except self._errors as error:
                 text = "" if name == DEFAULT else f" {name}"
                 raise DataError(
-                    f"the chat template{text} of {self._folder} is no Jinja template: {error}"
+                    f"the chat template{text} of {self._folder} is no Jinja template: {error}; "
+                    "correct it, or use the tokenizer of another folder"
                 ) from error
         return self._renders[name]
 
@@ -260,7 +261,7 @@ def _variables(value: dict[str, Any], where: str) -> dict[str, Any]:
     for number, tool in enumerate(cast(list[Any], tools or []), 1):
         if not isinstance(tool, dict):
             kind = type(tool).__name__
-            raise DataError(f"{where}: tool {number} is a {kind}; it has to be a JSON schema")
+            raise DataError(f"{where}: tool {number} is a {kind}; write a JSON schema")
     retrieved = value.get(RETRIEVED)
     is_list = isinstance(retrieved, list)
     if not is_list or not all(isinstance(x, dict) for x in cast(list[Any], retrieved)):
@@ -275,7 +276,7 @@ def _options(value: dict[str, Any], where: str) -> dict[str, Any]:
         field = value_of_json(field, f"{where}: {TEMPLATE_OPTIONS}")
     if not (field is None or isinstance(field, dict)):
         kind = type(field).__name__
-        raise DataError(f"{where}: {TEMPLATE_OPTIONS} is a {kind}; it has to be a mapping")
+        raise DataError(f"{where}: {TEMPLATE_OPTIONS} is a {kind}; write a mapping")
     options = {key: x for key, x in cast(dict[str, Any], field or {}).items() if x is not None}
     if wrong := [key for key in options if key in _NOT_OPTIONS]:
         raise DataError(
@@ -310,7 +311,7 @@ _COUNTS: dict[str, tuple[object, ...]] = {
     "train": (False, True),
     "training": (False, True),
 }
-"""Keys of a message by which files say whether it is learned, as OpenAI and axolotl read them."""
+"""Keys of a message that say whether it is learned, as OpenAI and axolotl read them."""
 _KNOWN = ("role", "content", *_COUNTS)
 
 

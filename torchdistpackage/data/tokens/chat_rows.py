@@ -112,7 +112,7 @@ def _text(value: dict[str, Any], key: str, where: str) -> str:
     """Return the text of a key, or an empty one where the key is absent."""
     text = value.get(key)
     if not (text is None or isinstance(text, str)):
-        raise DataError(f"{where}: {key} is a {type(text).__name__}; it has to be a text")
+        raise DataError(f"{where}: {key} is a {type(text).__name__}; write a text")
     return text or ""
 
 
@@ -179,4 +179,4 @@ def value_of_json(text: str, label: str) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:
-        raise DataError(f"{label} is a text that is not JSON: {error}") from error
+        raise DataError(f"{label} is a text that is not JSON: {error}; write it as JSON") from error

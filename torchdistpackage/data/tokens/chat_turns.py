@@ -109,7 +109,7 @@ class TurnFinder:
         return None if any(self._prompts) else head
 
     def _begin(self, i: int) -> int | None:
-        """Return where a turn begins: behind what it has in common with the generation prompt."""
+        """Return where a turn begins: after the text it shares with the generation prompt."""
         prompted = self._before(i)
         if prompted is not None and self._text.startswith(prompted):
             return len(prompted)
@@ -305,7 +305,7 @@ class TurnFinder:
             cut = min(inside)
 
     def _upto(self, i: int, *, add_generation_prompt: bool = False) -> str | None:
-        """Return what the template writes for the messages before `i`."""
+        """Return the template's text for the messages before `i`."""
         key = i, add_generation_prompt
         if key not in self._beginnings:
             self._beginnings[key] = self._try(
@@ -314,7 +314,7 @@ class TurnFinder:
         return self._beginnings[key]
 
     def _try(self, messages: list[Message], *, add_generation_prompt: bool = False) -> str | None:
-        """Return what the template writes; None if it refuses the chat."""
+        """Return the template's text, or None if it refuses the chat."""
         try:
             return self._write(messages, add_generation_prompt=add_generation_prompt)
         except DataError:

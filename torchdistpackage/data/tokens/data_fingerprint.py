@@ -1,4 +1,4 @@
-"""A fingerprint of the data files of a run, by which a resumed run tells that they were edited.
+"""A fingerprint of a run's data files, by which a resumed run notices edits.
 
 It covers all bytes of a file of at most 64 MiB, and the size and 64 evenly spaced blocks of a
 larger one. No torch.

@@ -49,8 +49,10 @@ _CHAT_KINDS = (CHAT, CONVERSATIONS, INSTRUCTION)
 """Fields that hold a chat; a row has one of them."""
 _CHAT_HINT = f"; data.field={CHAT} reads chats, also those of ShareGPT and Alpaca"
 PIECE_BYTES = 1 << 20
-"""Size of a piece; it is larger where a line or row group is longer. A core tokenizes 1 to 4 MB/s,
-so the cores that finish first wait less than a second for the last pieces of a file."""
+"""Size of a piece; a longer line or row group makes it larger.
+
+A core tokenizes 1 to 4 MB/s, so the cores that finish first wait less than a second for the last
+pieces of a file."""
 _BLOCK_BYTES = 1 << 16
 
 
@@ -79,7 +81,7 @@ class TextSource:
 
     @property
     def head(self) -> HeadTask | None:
-        """The task that rows with labels are for; None for other data."""
+        """The task of rows with labels; None for other data."""
         return HEAD_TASKS.get(self.kind)
 
     @property
@@ -114,7 +116,7 @@ class TextSource:
 
     @property
     def ends(self) -> TextEnds:
-        """Ids around each document; none around a chat, as its template writes them.
+        """Ids around each document; none around a chat, because its template writes them.
 
         Raises:
             DataError: see `text_ends`.
@@ -195,10 +197,10 @@ def files_of(kind: str, path: Path) -> list[Path]:
 
 
 class Piece(NamedTuple):
-    """The part of a file that is read at once.
+    """A range of a file that is read at once.
 
-    first, last: a half-open range of bytes for JSON lines, of row groups for parquet. num_bytes:
-    its size in the file.
+    first, last: half-open, in bytes for JSON lines, in row groups for parquet. num_bytes: its size
+    in the file.
     """
 
     path: Path
@@ -252,7 +254,7 @@ class FileReader(Protocol):
 
 
 class TextFiles:
-    """Files of which each is one document, unless it is streamed in parts."""
+    """Files that are one document each."""
 
     def pieces(self, path: Path) -> Iterator[Piece]:
         """See `FileReader`; a text is one piece, whatever its size."""
@@ -417,7 +419,7 @@ def _num_lines(path: Path, first: int, last: int) -> int:
 
 
 def _line_end(file: BinaryIO, at: int, size: int) -> int:
-    """Return where the first line from byte `at` on begins, or `size` if none does."""
+    """Return where the first line starting at or after byte `at` begins, or `size` if none does."""
     at = min(at, size) - 1  # the byte before `at` may end a line
     file.seek(max(at, 0))
     while at < size and (block := file.read(_BLOCK_BYTES)):
@@ -517,7 +519,7 @@ def table_documents(
     names, missing = _columns(field, columns)
     if missing is not None:
         raise DataError(
-            f"{path}: no column {missing!r}; there are {', '.join(columns)} (data.field)"
+            f"{path}: no column {missing!r}; set data.field to one of {', '.join(columns)}"
         )
     for row in rows(names):
         number += 1
@@ -557,7 +559,7 @@ def fields_of(source: TextSource) -> list[str]:
 
 
 def fields_of_row(source: TextSource, value: dict[str, Any]) -> list[str]:
-    """Return the keys of this row that are read; its kind decides which."""
+    """Return the keys of this row that are read, which its kind decides."""
     decisive_keys = (CHAT,) if source.is_chat else ("prompt",)
     unread: tuple[str, ...] = ()
     if any(value.get(key) is not None for key in decisive_keys):
@@ -593,7 +595,7 @@ def text_document(value: dict[str, Any], where: str, *, field: str) -> Document:
     for name in names:
         if not isinstance(value[name], str):
             kind = type(value[name]).__name__
-            raise DataError(f"{where}: field {name!r} is a {kind}; it has to be a text")
+            raise DataError(f"{where}: field {name!r} is a {kind}; write a text")
         is_unicode(value[name], f"{where}: field {name!r}")
     texts = [value[name] for name in names]
     if not texts[-1]:

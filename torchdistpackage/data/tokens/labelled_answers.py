@@ -1,5 +1,4 @@
-"""Answers that were each called good or bad, in the lines of a file: what trl names unpaired
-preferences.
+"""Labelled answers, each good or bad, in the lines of a file: trl calls them unpaired preferences.
 
 A line is `{prompt, completion, label}`: two texts, or two lists of messages, and true or false. No
 torch.

@@ -25,7 +25,7 @@ IGNORE = -100
 """The label of a word that does not count."""
 MARGIN = "margin"
 _SHOWN = 8
-"""Most classes that an error lists."""
+"""Largest number of classes that an error lists."""
 
 
 def number_bits(value: float) -> int:
@@ -137,7 +137,7 @@ class LabelReader:
 def _number(value: object, where: str, field: str) -> int:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return number_bits(float(value))
-    raise DataError(f"{where}: {field} is {value!r}; it has to be a finite number")
+    raise DataError(f"{where}: {field} is {value!r}; write a finite number")
 
 
 def _kind(value: object) -> str:

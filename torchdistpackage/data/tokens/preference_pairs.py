@@ -132,7 +132,7 @@ def _of_texts(value: dict[str, Any], where: str) -> AnswerPair:
 
 
 def _each(makers: list[Callable[[], Document]]) -> list[Document]:
-    """Return what the makers return; raise one DataError with all the errors they raise."""
+    """Return the makers' results; raise one DataError with all the errors they raise."""
     documents = list[Document]()
     problems = list[str]()
     for make in makers:

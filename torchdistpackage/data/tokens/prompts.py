@@ -9,7 +9,7 @@ from torchdistpackage.data.tokens.token_encoder import load_tokenizer
 
 _BYTES = 256
 _UNFINISHED = "\ufffd"
-"""The end of a decoded text whose last letter lacks bytes."""
+"""End of a decoded text whose last letter is incomplete."""
 
 _BEFORE = ("\n", "x", "")
 """Texts to put before a token to test it; most tokenizers do not merge across them."""
@@ -87,7 +87,7 @@ class TokenizerCodec:
 
 
 class GrowingText:
-    """The text behind a prompt, up to the last complete letter."""
+    """The text after a prompt, up to the last complete letter."""
 
     def __init__(self, codec: TokenCodec, prompt: Sequence[int]):
         self._codec = codec

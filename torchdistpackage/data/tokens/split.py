@@ -142,7 +142,7 @@ def split_rows(text: TokenizedText, val_fraction: float) -> DocumentSplit:
 def _in_val(hashes: npt.NDArray[np.float64], val_fraction: float) -> npt.NDArray[np.bool_]:
     """Return which documents validation has, by the hashes of their texts.
 
-    Where there are two different texts, each side has a document, however few there are.
+    With two different texts, each side has a document, however few there are.
     """
     in_val = hashes < val_fraction
     if not in_val.any():

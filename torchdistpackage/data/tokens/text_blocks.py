@@ -1,5 +1,5 @@
-"""Texts in blocks, each tokenized by itself when it is needed, so that training need not wait for
-all of them. No torch.
+"""Texts in blocks that are tokenized when needed, so that training need not wait for all of them.
+No torch.
 
 A block is consecutive pieces of the files, of about 8 MiB, and a cache entry of its own. Its name
 is a hash of the files as the file system describes them, so a start reads no text of a block that

@@ -76,7 +76,7 @@ def text_parts(config: RunConfig) -> dict[str, DataSection]:
 
 
 def read_at_start(config: RunConfig) -> dict[str, DataSection]:
-    """Return `text_parts` but for those that are tokenized while the run trains."""
+    """Return `text_parts` except those that are tokenized during training."""
     return {key: x for key, x in text_parts(config).items() if not x.streaming}
 
 
@@ -139,7 +139,7 @@ def unused_keys(config: RunConfig) -> list[str]:
 
 
 def wrong_texts(config: RunConfig) -> list[Problem]:
-    """Tokenize the texts of a run, with a progress bar, and return what is wrong with them."""
+    """Tokenize the texts of a run, with a progress bar, and return their problems."""
     problems: list[Problem] = []
     for key, data in read_at_start(config).items():
         try:

@@ -17,7 +17,7 @@ from torchdistpackage.files import atomic_write
 
 META = "meta.json"
 SETTLED_S = 2.0
-"""Seconds after a change of a file until another change surely gives it another time."""
+"""Seconds after a file's change until another change is certain to get a different time."""
 _MOST_META = 1 << 28
 _MOST_STAMP = 64
 

@@ -86,7 +86,10 @@ def load_tokenizer(path: Path) -> tuple[Any, int | None]:
     try:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8-sig"))
     except Exception as error:  # the library raises plain Exceptions
-        raise DataError(f"{file} is no tokenizer of the tokenizers library: {error}") from error
+        raise DataError(
+            f"{file} is no tokenizer of the tokenizers library: {error}; name a folder with a "
+            "tokenizer.json that it reads"
+        ) from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
     # we encode without special tokens, so a post-processor would only cut spaces off offsets

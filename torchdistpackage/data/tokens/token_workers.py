@@ -26,9 +26,9 @@ Progress = Callable[[int, int], None]
 Encoded = list[EncodedBatch] | None
 """The batches of a piece; None: a line of it, or the piece, is wrong."""
 _TASKS = 2
-"""Pieces sent to a worker: the one it works on, and the next, so that it need not wait."""
+"""Pieces sent to a worker: the current and the next, so that it need not wait."""
 _AHEAD = 4
-"""Pieces per worker that are under way or wait for an earlier one."""
+"""Pieces per worker that are in progress or wait for an earlier one."""
 _REAP_S = 5.0
 """Seconds to wait for the exit status of a process that ended."""
 

@@ -264,6 +264,7 @@ def _collect(flat: Tensor, bounds: Sequence[int], group: Group, to: int) -> None
             if index != to:
                 size = flat.element_size()
                 post.receive([buffer[bounds[index] * size : bounds[index + 1] * size]], rank)
+    # the received pieces are unpacked next, and a sender frees its memory
     post.go().wait()
 
 

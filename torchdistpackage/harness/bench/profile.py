@@ -99,7 +99,7 @@ class CostModel(_Measured):
     @classmethod
     def _known(cls, name: str) -> str:
         if name not in COLLECTIVES:
-            raise ValueError(f"there is no such operation; the names are {', '.join(COLLECTIVES)}")
+            raise ValueError(f"there is no such operation; use one of {', '.join(COLLECTIVES)}")
         return name
 
     def time_s(self, bus_bytes: float) -> float | None:

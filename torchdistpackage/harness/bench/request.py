@@ -113,7 +113,7 @@ def parse_names(text: str, noun: str, names: Collection[str]) -> tuple[str, ...]
             close = nearest(part, names)
             suggestion = f" (did you mean {close}?)" if close else ""
             raise ConfigError(
-                f"there is no {noun} {part!r}{suggestion}; the names are {', '.join(names)}"
+                f"there is no {noun} {part!r}{suggestion}; use one of {', '.join(names)}"
             )
     return tuple(dict.fromkeys(parts))
 
@@ -130,8 +130,7 @@ def _size(text: str) -> int:
     size_bytes = float(match[1]) * _UNITS[match[2].lower()]
     if size_bytes < 1 or size_bytes != int(size_bytes):
         raise ConfigError(
-            f"size {text!r} is {size_bytes:g} bytes; a message that can be timed has a whole "
-            f"number of bytes, 1 or more"
+            f"size {text!r} is {size_bytes:g} bytes; use a whole number of bytes, 1 or more"
         )
     return int(size_bytes)
 

@@ -129,6 +129,7 @@ class CStacks:
             self._fd = -1
 
     def _before_fork(self) -> None:
+        # nothing may start a dump until the fork is over: the child must not inherit half of one
         self._lock.acquire()
         self._stop()
 

@@ -339,6 +339,7 @@ class LateWork(OwnWork):
         if not self._asked:
             self._asked = True
         elif call.transfer.is_ready(0.0):
+            # the transfer has ended, so this returns at once and delivers the result
             self.wait()
         return call.done
 

@@ -88,7 +88,9 @@ def cancel(runs: Sequence[SubmittedRun], runner: Runner = run_command) -> list[s
     ids = [info.job for run in runs for info in active_jobs(run, runner)]
     if not ids:
         over = ", ".join(f"{run.name} (job {run.latest.job})" for run in runs)
-        raise LaunchError(f"there is nothing to cancel: {over} are over")
+        raise LaunchError(
+            f"there is nothing to cancel: {over} are over; tdp jobs ls lists the runs that are not"
+        )
     ran = runner(["scancel", *ids])
     if ran.code != 0:
         raise LaunchError(f"scancel {' '.join(ids)} failed: {ran.why}")

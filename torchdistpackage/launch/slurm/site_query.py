@@ -354,6 +354,7 @@ def probe_node(
                     f"{folder}: call tdp site in a folder that they share"
                     f"{f'; it said {text[-200:]}' if text else ''}"
                 )
+            # polls, because the answer is a file that another node writes
             time.sleep(0.3)
         return parse_probe(answer.read_text(errors="replace"), time.time())
     finally:

@@ -208,7 +208,10 @@ def _listed(folder: Path, root: Path, patterns: Iterable[str]) -> Iterator[str]:
         except (NotImplementedError, ValueError) as error:
             raise LaunchError(f"launch.slurm.files: {pattern!r}: {error}") from None
         if not paths:
-            raise LaunchError(f"launch.slurm.files: {pattern!r} names no file below {folder}")
+            raise LaunchError(
+                f"launch.slurm.files: {pattern!r} names no file below {folder}; correct the path, "
+                "or remove it"
+            )
         for path in paths:
             for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
                 if not _is_file(file) or "__pycache__" in file.parts:

@@ -157,6 +157,7 @@ class Ring:
         dk, dv = backward(self._own, k, v)
         grads: Pair | None = None
         for number, hop in enumerate(self.hops):
+            # this hop needs its keys and values, and the gradients that came with them
             messages.wait()
             messages.add_gradients(dk, dv)
             # the gradients of the hop before leave together with the next keys and values

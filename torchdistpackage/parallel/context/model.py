@@ -81,7 +81,9 @@ class ContextSequence:
             for positions, local in zip(part, places(part), strict=True):
                 if position in positions:
                     return index, local.start + position - positions.start
-        raise LayoutError(f"position {position} is outside of a sequence of {seq_len}")
+        raise LayoutError(
+            f"position {position} is outside of a sequence of {seq_len}; use 0 to {seq_len - 1}"
+        )
 
     def tokens(self, num: int, position_ids: Tensor | None, device: torch.device) -> Tokens:
         """Return the positions of this rank's `num` tokens and, for packed samples, their

@@ -384,6 +384,7 @@ class _Combine(torch.autograd.Function):
             grad_weights = grad_weights[: plan.num_choices].view_as(weights)
         by_choice = F.pad(weights.flatten(), (0, int(plan.is_padded)))
         by_row = by_choice.index_select(0, plan.order)
+        # in the dtype of the rows: wider weights would make a wide copy of all rows
         return grad_rows.mul_(by_row.unsqueeze(1).to(rows.dtype)), grad_weights, None
 
 

@@ -81,7 +81,7 @@ class MoELayer(Marked):
         unknown = options.keys() - {field.name for field in fields(MoEShape)}
         if unknown:
             raise TypeError(
-                f"MoELayer has no option {', '.join(sorted(unknown))}; its options are "
+                f"MoELayer has no option {', '.join(sorted(unknown))}; use "
                 f"{', '.join(field.name for field in fields(MoEShape))}"
             )
         shape = MoEShape(num_experts=num_experts, top_k=top_k, hidden=hidden, **options)

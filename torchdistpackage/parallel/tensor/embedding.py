@@ -171,7 +171,8 @@ def vocab_embedding(
     if weight.shape[0] != num_rows:
         raise LayoutError(
             f"an embedding table of {weight.shape[0]} rows, but index {group.rank()} of "
-            f"{group.size()} ranks holds {num_rows} of a vocabulary of {vocab}"
+            f"{group.size()} ranks holds {num_rows} of a vocabulary of {vocab}; pass this rank's "
+            "rows alone, or sizes"
         )
     if num_rows == vocab:
         return F.embedding(ids, weight, **options)

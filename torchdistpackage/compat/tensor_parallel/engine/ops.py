@@ -264,5 +264,8 @@ def apply_action(value: Any, action: Any, *, rank: int, world_size: int) -> Any:
 def scaled_int(value: Any, world_size: int) -> Any:
     remainder = value % world_size
     if remainder if not isinstance(value, Tensor) else bool(remainder.any()):
-        raise LayoutError(f"scale_int of {value!r}, which is no multiple of {world_size} shards")
+        raise LayoutError(
+            f"scale_int of {value!r}, which is no multiple of {world_size} shards; use fewer "
+            "shards, or leave this value out of the plan"
+        )
     return value // world_size

@@ -133,7 +133,7 @@ def flat_and_partition(
     """
     if partition_policy not in PARTITIONS:
         raise ScheduleError(
-            f"no partition policy {partition_policy!r}; the names are {', '.join(PARTITIONS)}"
+            f"no partition policy {partition_policy!r}; use one of {', '.join(PARTITIONS)}"
         )
     return PARTITIONS[partition_policy](flatten_sequence(sequence, flat_level), **options)
 
