@@ -273,12 +273,11 @@ def test_a_head_begins_on_the_folder_of_another_class(ranks, tmp_path, model, en
 @pytest.mark.parametrize(
     ("model", "lora"),
     [
-        ("llama", []),
         ("llama", [ADAPTERS]),
-        *(pytest.param(x, [], marks=FULL) for x in ("bert", "modernbert", "phi3")),
+        *(pytest.param(x, [], marks=FULL) for x in ("llama", "bert", "modernbert", "phi3")),
         *(pytest.param(x, [adapters_of(x)], marks=FULL) for x in ("bert", "roberta")),
     ],
-    ids=["whole", "adapters", "bert", "modernbert", "phi3", "bert-adapters", "roberta-adapters"],
+    ids=["adapters", "llama", "bert", "modernbert", "phi3", "bert-adapters", "roberta-adapters"],
 )
 def test_a_language_model_begins_with_a_new_head_and_comes_back_from_an_export(
     tdp, ranks, tmp_path, model, lora
