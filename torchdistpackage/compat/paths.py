@@ -23,7 +23,7 @@ PACKAGE = __name__.partition(".")[0]
 
 
 Names = dict[str, tuple[str, ...]]
-"""Module of this package, or why not yet (a `UnavailableReason`), -> names."""
+"""Module of this package, or a `UnavailableReason`, -> names."""
 
 _ENGINE = "compat.tensor_parallel.engine"
 _EXPERT_GRADS = "compat.torchdistpackage.expert_grads"
@@ -137,7 +137,7 @@ OLD_PATHS: dict[str, Names] = {
         ),
     },
 }
-"""Old path below the package -> where its names are; a file that is there now has its own."""
+"""Old path below the package -> home of its names; a file that exists there now has its own."""
 
 PUBLIC = {
     "gen_inner_ranks": "compat.torchdistpackage.ranks:gen_inner_ranks",
@@ -329,7 +329,7 @@ def serve(module: ModuleType) -> None:
 
 
 class OldModule:
-    """Loader of an old path at which there is no file now."""
+    """Loader of an old path that has no file now."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return None
@@ -443,6 +443,6 @@ class NotAvailable:
 
 
 class UnavailableReason(str):
-    """Why a name is not available yet; the text ends a sentence."""
+    """The reason why a name is not available yet; the text ends a sentence."""
 
     __slots__ = ()

@@ -1,4 +1,4 @@
-"""Each operation of comm/collective_table.py as calls: ours, and torch's, with known data.
+"""Each operation of comm/collective_table.py as two calls, ours and torch's, with known data.
 
 Both calls do the same on tensors that are made beforehand, so what differs between their times is
 our own work. Rooms start as zeros, which no rank sends.
@@ -44,7 +44,7 @@ _BY_RANK, _BY_PLACE, _MODULUS = 17, 1_103_515_245, 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class GroupMember:
-    """One rank's part in a call.
+    """One rank's role in a call.
 
     group: of `ranks`, or one that contains them. ranks: global. rank: mine, one of them.
     """
@@ -83,7 +83,7 @@ def reduce_input(rank: int, ranks: Sequence[int], number: int, like: Like) -> Te
 
 
 def expected_sum(ranks: Sequence[int], number: int, like: Like, first: int = 0) -> Tensor:
-    """Return what the summands of these ranks add up to, from place `first` on."""
+    """Return the sum of these ranks' summands, from position `first` on."""
     return expected_max(ranks, number, like, first) + (len(ranks) - 1) * _ones(len(ranks), like[0])
 
 
@@ -95,7 +95,7 @@ def expected_max(ranks: Sequence[int], number: int, like: Like, first: int = 0) 
 
 
 def compare(result: Tensor, expected: Tensor) -> str:
-    """Return which element is wrong, with both values; "" if none is."""
+    """Return which element is wrong, with both values, or ""."""
     if result.shape != expected.shape or result.dtype != expected.dtype:
         shown = [f"{dtype_name(x.dtype)}{list(x.shape)}" for x in (result, expected)]
         return f"got {shown[0]}, expected {shown[1]}"
@@ -143,7 +143,7 @@ def make_input(
 def expected(
     operation: str, ranks: Sequence[int], index: int, num_elements: int, like: Like
 ) -> Tensor | None:
-    """Return what that rank must have afterwards; None if it receives nothing."""
+    """Return the result that the rank must have afterwards; None if it receives nothing."""
     spec, size = COLLECTIVES[operation], len(ranks)
     if spec.is_message:
         only_sends = operation == "p2p" and index == 0
@@ -159,7 +159,7 @@ def expected(
 
 
 def tdp_call(operation: str, x: Tensor, member: GroupMember) -> Call:
-    """Return a call of what comm offers."""
+    """Return a call of our public function."""
     group = member.group
     if not COLLECTIVES[operation].is_message:
         function = COLLECTIVES[operation].load(COLLECTIVES[operation].call)
@@ -221,7 +221,7 @@ def sync(operation: str, member: GroupMember) -> Call:
 
 
 def sync_all() -> Call:
-    """Return the same for all ranks of the default group, whichever groups they belong to."""
+    """Return such a call for all ranks of the default group, whichever groups they belong to."""
     world = tpc.get_group("global")
     if not primitives.is_queued(world):
         return partial(primitives.barrier, world)  # in log2 of the ranks; a sum goes round all

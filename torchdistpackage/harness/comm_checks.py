@@ -33,7 +33,7 @@ LARGE_ELEMENTS = p2p.SMALL_BYTES // 8 + 1
 _MOVED = (torch.float32, torch.bfloat16, torch.int64, torch.float16, torch.complex64, torch.uint8)
 
 Found = Iterator[tuple[Tensor, Tensor, str]]
-"""(what arrived, what must have, from whom or "")"""
+"""(received value, expected value, sender or "")."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,9 @@ class Check:
 
 
 def collectives() -> list[Check]:
-    """Return the checks over each group: each row of COLLECTIVES, and what it does not cover."""
+    """Return the checks over each group: each row of COLLECTIVES, and cases that it does not
+    cover.
+    """
     return [
         *(
             Check(f"{name} of {dtype}", partial(_row, name, getattr(torch, dtype)))
@@ -65,7 +67,7 @@ def collectives() -> list[Check]:
 
 
 def neighbours() -> list[Check]:
-    """Return the checks along the pipe axis, where the last stage is the first one's neighbour."""
+    """Return the checks along the pipe axis, where the last stage is a neighbour of the first."""
     return [
         Check("message to the next stage", partial(_message, 1, 0, NUM_ELEMENTS)),
         Check("message to the previous stage", partial(_message, 0, 1, NUM_ELEMENTS)),
@@ -124,7 +126,7 @@ def _reduce_scatter_uneven(member: GroupMember) -> Found:
 
 
 def _all_to_all_uneven(member: GroupMember) -> Found:
-    """Rank i sends i + j rows to rank j."""
+    """Check an uneven all-to-all: rank i sends i + j rows to rank j."""
     like, size, index = member.like(torch.uint8), len(member.ranks), member.index
     table = [[(3 * i + 5 * j) % 7 for j in range(size)] for i in range(size)]
     sent_sizes, received = table[index], [row[index] for row in table]

@@ -1,8 +1,8 @@
-"""`test_comm`: every operation over every group that `tpc` made, on the device that they use.
+"""`test_comm`: run every operation over every group that `tpc` made, on the groups' device.
 
-No rank waits for ever, and all learn the same. The operations run in a guarded thread, and
-what came of them is decided over the store (guarded.py). All ranks walk one list, so groups of one
-kind are busy at the same time.
+No rank waits for ever, and all learn the same result. The operations run in a guarded thread, and
+their outcome is decided over the store (guarded.py). All ranks walk one list, so groups of one kind
+are busy at the same time.
 """
 
 import socket
@@ -53,8 +53,8 @@ class CommTest:
 class GroupClass:
     """A kind of groups that are busy at the same time: modes whose groups have the same ranks.
 
-    which: what one of them is called. size: its ranks.
-    steps: what this rank does in turn, as many as any other rank.
+    which: name of one of them. size: its ranks. steps: what this rank does in turn, as many as any
+    other rank.
     """
 
     modes: tuple[str, ...]
@@ -65,13 +65,13 @@ class GroupClass:
 
 
 def test_comm(*, pairs: bool = False, timeout_s: float = 30.0) -> CommTest:
-    """Use each of tpc's groups in every way, and compare each element that arrives.
+    """Use each of tpc's groups with every operation, and compare each arriving element.
 
     Call it on every rank after `tpc.setup_process_groups`, or without it: then the default group is
     tested, and messages between rank 0 and each other rank. Rank 0 prints one line at the end.
 
-    pairs: messages between all pairs of ranks too.
-    timeout_s: how long the ranks may wait for each other in any one operation.
+    pairs: messages between all pairs of ranks too. timeout_s: how long the ranks may wait for each
+    other in any one operation.
 
     Raises:
         CommError: data differed from what was sent, or a rank did not come in time; names
@@ -104,8 +104,8 @@ def run_comm_test(pairs: bool, timeout_s: float) -> CommTest:
 
 @contextmanager
 def _topology() -> Iterator[tuple[list[str], list[GroupClass]]]:
-    """Yield the modes to test and further kinds of groups: those of the user's tpc, or those of a
-    tpc that has the default group alone.
+    """Yield the modes to test and further kinds of groups: those of the user's tpc, or of a tpc
+    with only the default group.
     """
     if tpc.is_set:
         modes = [*tpc.topology.dense.names, "model", "moe_dp", "moe_ep", "global"]
@@ -158,7 +158,7 @@ def _test_together(
 
 @torch.no_grad()
 def _walk(kinds: Sequence[GroupClass], thread: GuardedThread) -> None:
-    """Run all steps, and leave what is wrong and the times of each kind in `thread`."""
+    """Run all steps, and store the problems and the times of each kind in `thread`."""
     host = socket.gethostname()
     for kind in kinds:
         begin_s = time.monotonic()
@@ -172,7 +172,9 @@ def _walk(kinds: Sequence[GroupClass], thread: GuardedThread) -> None:
 
 
 def _wrong_members(mode: str) -> Iterator[str]:
-    """Yield a problem if the group has other ranks than its name says: they would deadlock."""
+    """Yield a problem if the group has other ranks than its name says, because they would
+    deadlock.
+    """
     members, ranks = list(primitives.ranks_of(tpc.get_group(mode))), tpc.get_ranks_in_group(mode)
     if members != ranks:
         yield (
@@ -215,8 +217,8 @@ def _with_rank_0() -> GroupClass:
 
 
 def _pairs(name: str, peers: list[int | None], num_pairs: int) -> GroupClass:
-    """Return messages both ways with each of this rank's peers in turn; None: this rank has no peer
-    in that turn.
+    """Return messages in both directions with each of this rank's peers in turn; None: no peer in
+    that turn.
     """
     group, own_rank, everyone = tpc.get_group("global"), tpc.rank, range(tpc.topology.world_size)
     nothing = Check("nothing", lambda _: iter(())), GroupMember(group, tuple(everyone), own_rank)

@@ -1,4 +1,4 @@
-"""Combine what each rank saw of a test into one verdict. No torch.
+"""Combine the ranks' observations of a test into one verdict. No torch.
 
 A rank that waits is a witness, not the culprit. The verdict blames the rank that did not come, else
 the rank that failed, else a connection that delivered nothing although all ranks came.
@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from torchdistpackage.errors import CommError
 
 HostOf = Callable[[int], str]
-"""The host of a rank, "" where it is not known."""
+"""Maps a rank to its host, or "" if unknown."""
 
 _SHOWN = 8
 _DIFFERENT = "give all ranks the same CONFIG or --axes, so that they set up the same groups"
@@ -35,7 +35,7 @@ class CommTestError(CommError):
 
 
 class _JsonText:
-    """A dataclass that travels as text."""
+    """Base class of dataclasses that travel as text."""
 
     __slots__ = ()
 
@@ -53,7 +53,7 @@ class StuckAt:
     """The operation in which a rank got stuck.
 
     step: its number, the same on all ranks. what: operation and group. ranks: members of the group.
-    error: message of the back end; "": the rank still waited at its timeout.
+    error: message of the back end; "": the rank was still waiting at its timeout.
     """
 
     step: int
@@ -64,7 +64,7 @@ class StuckAt:
 
 @dataclass(frozen=True, slots=True)
 class RankReport(_JsonText):
-    """One rank's test: what was wrong, where it ended early, and the seconds of each group.
+    """One rank's test: its problems, where it ended early, and the seconds of each group.
 
     plan: before a test, what the rank is going to test.
     """
@@ -158,7 +158,7 @@ def _absences(
     meeting: str,
     present: Sequence[int],
 ) -> list[str]:
-    """Return one line for each operation for which some ranks waited and others did not come."""
+    """Return one line for each operation in which some ranks waited and others did not come."""
     lines: list[str] = []
     missing = set(absent)
     for stop in sorted(stops.values(), key=lambda stop: stop.step):

@@ -24,14 +24,14 @@ _SIZES_ON_HOST = (32, 64, 128, 256, 512, 768)
 _SIZES_ON_GPU = (256, 512, 1024, 2048, 4096, 8192)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _BUDGET_S = 0.06
-"""Seconds of each measurement, after one call that is not counted."""
+"""Seconds of each measurement, after one uncounted call."""
 _CHAIN = 50
-"""Operations on one element, so that calls outweigh the clock."""
+"""Number of operations on one element, so that calls outweigh the clock's resolution."""
 _COLD_BYTES = 2**26
 """Bytes of the tensors that take turns on a host: more than its caches hold."""
 _MAX_TURNS = 64
 _ELEMENTS = 2**18
-"""Elements of a tensor in element-wise work on a host."""
+"""Number of elements of a tensor in element-wise work on a host."""
 _ATTENTION = (128, 4, 4, 32)
 """Tokens, samples, heads and their width, of a size that a host trains."""
 
@@ -75,7 +75,9 @@ def _matmul_s(size: int, dtype: torch.dtype, device: torch.device) -> float:
 def _turns(
     make: Callable[[], tuple[Tensor, ...]], device: torch.device
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Return the same tensors again and again, on a host others in turn, so that they are cold."""
+    """Yield the same tensors again and again; on a host others in turn, so that they are not
+    cached.
+    """
     first = make()
     num_bytes = sum(x.numel() * x.element_size() for x in first)
     number = 1 if device.type == "cuda" else min(max(_COLD_BYTES // num_bytes, 1), _MAX_TURNS)
@@ -99,7 +101,9 @@ def _bytes_per_s(device: torch.device) -> float:
 
 
 def _activation_s() -> tuple[float, float]:
-    """Seconds for a number of a GELU, there and back, with what it reads and writes."""
+    """Return the seconds per number of a GELU, forward and backward, including its memory
+    traffic.
+    """
     host, results = torch.device("cpu"), deque[Tensor](maxlen=_MAX_TURNS)
     turns = _turns(lambda: tuple(torch.randn(_ELEMENTS) for _ in range(2)), host)
 
@@ -114,8 +118,10 @@ def _activation_s() -> tuple[float, float]:
 
 
 def _attention_s() -> tuple[float, float]:
-    """Seconds for a floating-point operation of causal attention below the diagonal, there and
-    back, where its backward has two and a half times as many."""
+    """Return the seconds per floating-point operation of causal attention, forward and backward.
+
+    Only scores below the diagonal count, and the backward has two and a half times as many
+    operations."""
     host, (tokens, samples, heads, width) = torch.device("cpu"), _ATTENTION
     flops = 2.0 * tokens * tokens * samples * heads * width
     # (S, B, H, D), as a model without transposed copies has them
@@ -173,7 +179,7 @@ class _TinyBlock(nn.Module):
 
 
 def _turned(x: Tensor) -> Tensor:
-    """Return rotated halves, as rotary positions rotate them; by how much makes no difference."""
+    """Return rotated halves, as for rotary positions; the angle makes no difference to the time."""
     one, two = x.chunk(2, -1)
     return torch.cat((one * 0.5 - two * 0.5, two * 0.5 + one * 0.5), -1)
 

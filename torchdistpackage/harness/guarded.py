@@ -1,7 +1,7 @@
-"""A test of the network that may get stuck, and the decision of all ranks on how it went.
+"""A network test that may get stuck, and the ranks' common decision about its outcome.
 
-`run_guarded` runs it in a thread, which is left behind in a call that does not return. What came of
-it all ranks decide over the default store, so that a stuck group holds up none.
+`run_guarded` runs it in a thread, which is abandoned in a call that does not return. All ranks
+decide on the outcome over the default store, so that a stuck group delays none.
 """
 
 import contextvars
@@ -81,7 +81,7 @@ class _Step(NamedTuple):
 class GuardedThread:
     """Run `function` in a thread, with the caller's tpc and on the device of `group`.
 
-    wrong, times_s: the function's, for the report. failure: what it raised.
+    wrong, times_s: set by the function, for the report. failure: the exception it raised.
     """
 
     def __init__(self, function: Callable[["GuardedThread"], object], group: Group) -> None:
@@ -136,7 +136,8 @@ class GuardedThread:
 
 @contextmanager
 def limited(groups: Iterable[Group], seconds: float) -> Iterator[None]:
-    """Limit operations that begin inside to `seconds`; afterwards the previous limits hold again.
+    """Limit operations that begin in the block to `seconds`; afterwards the previous limits apply
+    again.
 
     Only gloo's groups get the limit, whose operation then fails and can be reported. NCCL's
     watchdog would end the process; there the caller keeps time itself.
@@ -155,7 +156,7 @@ def limited(groups: Iterable[Group], seconds: float) -> Iterator[None]:
 
 
 class SharedStatus:
-    """One matter that all ranks of the default group go through together, in the same order.
+    """A meeting of all ranks of the default group, in the same order on each.
 
     No rank waits for ever, not even for the store, which lives in a process that may itself be
     stopped: threads ask it over a connection of their own, and waits for them have a time limit. At

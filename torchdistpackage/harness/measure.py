@@ -69,16 +69,18 @@ from torchdistpackage.harness.guarded import GuardedThread, SharedStatus, run_gu
 NUM_SIDES = 2
 """Number of sides that each call is measured on: ours and the bare one."""
 KEPT = 3
-"""Rows of times: ours, the bare call's, and what the host took to issue ours."""
+"""Rows of times: ours, the bare call's, and the host's time to issue ours."""
 MARGIN_S = 60.0
-"""The backend waits longer than the watcher by this, for NCCL's limit ends the process unheard."""
+"""Extra seconds that the backend waits beyond the watcher, because NCCL's limit ends the process
+without a report.
+"""
 _LOOK_S, _SETTLE_S = 0.5, 3.0
 Begin = Callable[[Measurement, Round], object]
 """Function called as each round begins, on every rank."""
 
 
 class DataCorruptionError(CommError):
-    """Data arrived other than it was sent; all ranks raise it alike."""
+    """Raised when data arrived different from what was sent; all ranks raise it alike."""
 
 
 def bench(request: Request) -> BenchReport | None:

@@ -1,4 +1,5 @@
-"""easy-model-parallel's functor and its classes: `compat.placed` under its names and arguments.
+"""easy-model-parallel's functor and its classes: `compat.placed` with that library's names and
+arguments.
 
 Some things work here that failed there: keyword arguments, several outputs, integers, a backward in
 which nothing moves. `launch` returns the results of the ranks.
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class EmptyFunction(Function):
-    """A zero in place of a result of another rank; its gradients are zeros."""
+    """A zero in place of another rank's result; its gradients are zeros."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
@@ -52,7 +53,7 @@ def empty_fn(*args: Any) -> Tensor:
 
 
 class EmptyModule(Module):
-    """Stands for a module on ranks that do not hold it."""
+    """A placeholder for a module on ranks that do not hold it."""
 
     def get_grad_tensors(self, args: Any) -> list[Tensor]:
         """Return the tensors in nested arguments that require a gradient."""

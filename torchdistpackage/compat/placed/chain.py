@@ -129,7 +129,9 @@ _ELSEWHERE = object()
 
 
 def _here(x: Any, rank: int) -> Any:
-    """Return the tensor of a managed one on `rank`, _ELSEWHERE elsewhere; pass other values."""
+    """Return the tensor of a managed one on `rank`, _ELSEWHERE on other ranks; pass other values
+    through.
+    """
     if not isinstance(x, ManagedTensor):
         return x
     if x.data_device.rank != rank:

@@ -132,7 +132,9 @@ class DeviceFunctor:
         return Place(devices[own_index], tuple(ranks), tuple(devices))
 
     def group_of(self, place: Place) -> Group | None:
-        """Return the process group of a place, which its ranks make together; None elsewhere."""
+        """Return the process group of a place, which its ranks make together; None on other
+        ranks.
+        """
         if not self.program.is_on(place):
             return None
         if self._groups is None:

@@ -92,7 +92,7 @@ class Content(NamedTuple):
 class StepInput:
     """A tensor that an operation reads on this rank, cut from its graph.
 
-    target: gets its gradient on this rank; None: the tensor came from another rank.
+    target: gets its gradient on this rank; None if the tensor came from another rank.
     """
 
     __slots__ = ("_begun", "_slot", "cut", "meta", "source", "target")

@@ -89,7 +89,7 @@ def launch(
 def _problems(
     main: object, devices: object, seed: object, num_procs: object, timeout_s: object
 ) -> list[str]:
-    """Return what is wrong with each argument of `launch`."""
+    """Return the problems of each argument of `launch`."""
     problems = list[str]()
     if not callable(main):
         problems.append(f"what is run is a function of the devices, not {main!r}")

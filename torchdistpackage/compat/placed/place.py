@@ -43,7 +43,7 @@ class Place:
 
 
 def problem_of(device: str | torch.device, *, is_here: bool = True) -> str:
-    """Return what is wrong with a device, or "". is_here: check that this host has it."""
+    """Return the problem of a device, or "". is_here: check that this host has it."""
     try:
         parsed = torch.device(device)
     except (RuntimeError, TypeError):

@@ -1,7 +1,7 @@
-"""The files of a bench: JSON, a cluster profile, pictures. No torch.
+"""The output files of a bench: JSON, a cluster profile, pictures. No torch.
 
-What could make writing fail is tried before anything is measured, and what fails later all the
-same takes nothing else with it. matplotlib is an optional extra, and no display and no global state
+Everything that could make writing fail is tried before anything is measured, and a later failure of
+one file does not affect the others. matplotlib is an optional extra; no display and no global state
 of pyplot is involved.
 """
 
@@ -37,7 +37,7 @@ class Outputs:
     picture: Path | None = None
 
     def check(self, request: Request) -> None:
-        """Try all of it; `plots` is made.
+        """Try every output; `plots` is created.
 
         Raises:
             ConfigError: matplotlib is missing or broken, a file cannot be written there, or
@@ -61,7 +61,7 @@ class Outputs:
                 _try(path.parent)
 
     def write(self, report: BenchReport) -> tuple[list[Path], list[str]]:
-        """Write each of them, whatever becomes of the others: the paths, and what went wrong."""
+        """Write each file independently of the others; return the paths, and the errors."""
         written: list[Path] = []
         problems: list[str] = []
         makers: list[tuple[Path | None, Callable[[Path], list[Path]]]] = [
@@ -99,7 +99,9 @@ def into(folder: Path, request: Request) -> Outputs:
 
 
 def _try(folder: Path) -> None:
-    """Write in `folder`; being allowed to says little of /proc, a full disk or a quota."""
+    """Write a test file in `folder`, because permissions do not reveal /proc, a full disk or a
+    quota.
+    """
     with NamedTemporaryFile(dir=folder, prefix=".tdp-") as file:
         file.write(b"\n")
 
@@ -116,7 +118,7 @@ def _writing(path: Path, advice: str) -> Iterator[None]:
 
 
 def missing_matplotlib() -> str:
-    """Return why nothing can be drawn, "" where matplotlib is there and works."""
+    """Return why nothing can be drawn, or "" if matplotlib is installed and works."""
     try:
         import matplotlib
         import matplotlib.backends.backend_agg

@@ -18,8 +18,9 @@ _PANEL_WIDTH, _PANEL_HEIGHT = 560, 220
 
 
 def picture(report: BenchReport) -> str:
-    """Return heat maps of the bandwidth between all pairs of hosts, and of ranks where there are
-    few; then a panel for each axis and link with the time of a call by its bytes.
+    """Return heat maps of the bandwidth between all pairs of hosts, and of ranks if there are few.
+
+    A panel for each axis and link follows, with the time of a call by its bytes.
     """
     parts: list[str] = []
     width, y = float(_LEFT + _PANEL_WIDTH + 250), 26.0
@@ -43,7 +44,7 @@ def _moved(parts: Sequence[str], y: float) -> list[str]:
 
 
 def _matrices(report: BenchReport) -> Iterator[tuple[Sequence[str], Callable[[int], int], str]]:
-    """Yield the names of rows and columns, the row of each rank, and what a row stands for."""
+    """Yield the names of rows and columns, the row of each rank, and the meaning of a row."""
     hosts = list(dict.fromkeys(report.hosts))
     if len(hosts) > 1:
         yield hosts, lambda rank: hosts.index(report.hosts[rank]), "hosts"
@@ -55,8 +56,10 @@ def _matrices(report: BenchReport) -> Iterator[tuple[Sequence[str], Callable[[in
 def _heat_map(
     pairs: Pairs, names: Sequence[str], of: Callable[[int], int], kind: str
 ) -> tuple[list[str], float]:
-    """Return the parts of a heat map and its height. A cell shows the slowest pair between two
-    hosts or ranks, so that one slow card or cable is seen.
+    """Return the SVG elements of a heat map, and its height.
+
+    A cell shows the slowest pair between two hosts or ranks, so that one slow card or cable is
+    visible.
     """
     cells: dict[tuple[int, int], tuple[float, tuple[int, int]]] = {}
     for pair in pairs.times:

@@ -34,14 +34,14 @@ FORMAT, VERSION = "torchdistpackage cluster profile", 1
 
 
 class _Measured(BaseModel, frozen=True, strict=True, allow_inf_nan=False):
-    """Base class of what a profile file may hold: finite numbers and strict types."""
+    """Base class of the contents of a profile file: finite numbers and strict types."""
 
 
 class LinkFit(_Measured):
     """A linear model of times: time_s = latency_s + bytes / bytes_per_s.
 
-    bytes_per_s: None where size made no difference that stands out of the deviation.
-    deviation: mean of |measured - fitted| / measured; None of two sizes, where any line fits.
+    bytes_per_s: None if size made no difference beyond the deviation. deviation: mean of |measured
+    - fitted| / measured; None for two sizes, which any line fits.
     """
 
     latency_s: float = Field(ge=0)
@@ -53,7 +53,7 @@ class LinkFit(_Measured):
     deviation: float | None = Field(ge=0)
 
     def time_s(self, num_bytes: float) -> float:
-        """Return the seconds of a call of so many bytes."""
+        """Return the seconds of a call of `num_bytes` bytes."""
         return LinkModel(self.latency_s, self.bytes_per_s or inf).seconds(num_bytes)
 
 
@@ -103,8 +103,10 @@ class CostModel(_Measured):
         return name
 
     def time_s(self, bus_bytes: float) -> float | None:
-        """Return the seconds of one call. None: the measured times do not depend on the size, and
-        this call is larger than any of them.
+        """Return the seconds of one call.
+
+        None: the measured times do not depend on the size, and this call is larger than any of
+        them.
         """
         flat = self.fit.bytes_per_s is None
         return None if flat and bus_bytes > self.largest_bytes else self.fit.time_s(bus_bytes)
@@ -143,8 +145,8 @@ class MeasuredDevice(_Measured):
 
 
 def slowest(devices: Sequence[MeasuredDevice]) -> MeasuredDevice:
-    """Return the longest times that any of these ranks measured, at the sizes that all of them
-    have, for a rank leaves out what would take it long."""
+    """Return the longest times that any of these ranks measured, at the sizes that all have; a rank
+    skips sizes that would take it too long."""
     first = devices[0]
     matmuls = {
         dtype: tuple(
@@ -171,7 +173,7 @@ def _longest(times: Sequence[tuple[float, float] | None]) -> tuple[float, float]
 
 class Profile(_Measured):
     """A cluster profile. by: user and host. hosts: each once. lines: latency and bus bandwidth by
-    axis and link. device: None in files of earlier versions, which have links alone.
+    axis and link. device: None in files of earlier versions, which have only links.
     """
 
     format: Literal["torchdistpackage cluster profile"]
@@ -194,8 +196,8 @@ class Profile(_Measured):
         """Return the nearest measured line; None if this operation was not measured over such a
         link.
 
-        The same axis goes first, then all its groups at once, the element type (else a floating
-        one), and the number of ranks, by its ratio.
+        The same axis is preferred, then all its groups at once, the element type (else a floating
+        one), and the closest ratio of numbers of ranks.
         """
         return min(
             (x for x in self.lines if (x.link, x.operation) == (link, operation)),

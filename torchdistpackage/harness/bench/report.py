@@ -101,7 +101,7 @@ def _times_slower(medians_s: Mapping[Link, float]) -> dict[Link, float]:
 
 
 def _slow_ranks(times_s: Mapping[Pair, float], hosts: Sequence[str]) -> dict[int, float]:
-    """Return ranks that are slow to other hosts while the other ranks of their host are not."""
+    """Return ranks that are slow to other hosts although the other ranks of their host are not."""
     times_of_rank: dict[int, list[float]] = {}
     for (a, b), time_s in times_s.items():
         if hosts[a] != hosts[b]:
@@ -118,8 +118,8 @@ def _slow_ranks(times_s: Mapping[Pair, float], hosts: Sequence[str]) -> dict[int
 
 
 def _slow_hosts(between: Mapping[Link, float], out: Iterable[str]) -> set[str]:
-    """Return slow hosts: the one with the largest share of slow links first, then the next among
-    the links that remain. `out`: hosts that are left out from the start.
+    """Return slow hosts: the one with the largest fraction of slow links first, then the next among
+    the remaining links. `out`: hosts that are excluded from the start.
     """
     other_links = {link: t for link, t in between.items() if not {*link} & {*out}}
     slow_hosts: set[str] = set()
@@ -180,8 +180,8 @@ class Row(Measurement, frozen=True):
 
     ranks: of that unit. bare_p50_s: of the same call in a bare torch.distributed loop, in turns
     with ours. fastest_p50_s: of the fastest unit. verified: every element that arrived was
-    compared; a bench that finds a wrong one has no report.
-    host_p50_s: what the host took to issue ours, which is in no other figure; None where it blocks.
+    compared; a bench that finds a wrong one has no report. host_p50_s: what the host took to issue
+    ours, which is in no other figure; None where it blocks.
     """
 
     link: str
@@ -296,8 +296,8 @@ class BenchReport(BaseModel, frozen=True):
 
 
 Times = tuple[Participants, Sequence[float], Sequence[float], Sequence[float]]
-"""A unit, and by iteration the seconds of ours, of the bare call, and of the host in ours (none
-where it blocks)."""
+"""A unit, and for each iteration the seconds of our call, of the bare call, and of the host in ours
+(none if it blocks)."""
 
 
 def rows_of(
@@ -366,8 +366,8 @@ def parse_limits(texts: Sequence[str]) -> dict[str, float]:
 def violations(report: BenchReport, limits: Mapping[str, float]) -> list[str]:
     """Return one line for each operation whose best size stays below its limit.
 
-    The best size counts, because small messages are slow on any network; of the units that were
-    measured the slowest.
+    The best size counts, because small messages are slow on any network; of the measured units, the
+    slowest counts.
     """
     best: dict[tuple[str, str, str, str], tuple[float, tuple[int, ...]]] = {}
     for row in report.rows:

@@ -24,7 +24,7 @@ ELEMENT_BYTES = {
     "int32": 4,
     "int64": 8,
 }
-"""Element types by name, as a configuration says them."""
+"""Element types by their names in a configuration."""
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6}
 _UNITS |= {"k": 2**10, "m": 2**20, "g": 2**30, "gb": 10**9}
@@ -136,7 +136,7 @@ def _size(text: str) -> int:
 
 
 def parts_of(text: str, noun: str) -> Sequence[str]:
-    """Return the parts of a text between commas; raises ConfigError if there are none."""
+    """Return the fields of a text between commas; raises ConfigError if there are none."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
         raise ConfigError(f"no {noun} is named in {text!r}; write one, or several with commas")

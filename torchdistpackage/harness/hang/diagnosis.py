@@ -93,7 +93,7 @@ def diagnose(
 
 
 class Hang:
-    """All that is known about a hang; `diagnose` makes the report of it."""
+    """All facts about a hang; `diagnose` makes the report from them."""
 
     def __init__(
         self,
@@ -131,12 +131,12 @@ class Hang:
         return (name or f"rank {rank}") + (f" on {host}" if host else "")
 
     def describe_rank(self, rank: int) -> str:
-        """Return the rank number with `who` behind it."""
+        """Return the rank number followed by `who`."""
         who = self.who(rank)
         return who if who.startswith("rank ") else f"rank {rank} ({who})"
 
     def _doing(self, rank: int) -> str:
-        """Return what a rank does that others wait for, in a line."""
+        """Return one line on what a rank does while others wait for it."""
         if (trouble := self._trouble(rank)) is not None:
             return trouble.what
         if own_wait := self.waiting.get(rank):
@@ -178,7 +178,7 @@ class Hang:
         return tuple(troubled or [self._unexplained()])
 
     def _since(self, culprit: Suspect) -> float:
-        """Return the sort key of suspects: those that raised come in order of time, the others stay
+        """Return the sort key of suspects: those that raised are ordered by time, the others stay
         in place.
         """
         if culprit.cause not in (Cause.RAISED, Cause.FOLLOWED):
@@ -193,7 +193,7 @@ class Hang:
         return Suspect(rank, dump.process.host, dump.process.pid, cause, call, detail)
 
     def _trouble(self, rank: int) -> Suspect | None:
-        """Return what is wrong with a rank that does not train any more, or does not answer."""
+        """Return the problem of a rank that no longer trains or does not answer."""
         dump = self.dumps.get(rank)
         if dump is None:
             fault = "has never come to its first step, or its folder is another one"
@@ -284,7 +284,7 @@ class Hang:
         return waiting
 
     def _unexplained(self) -> Suspect:
-        """Return a suspect by the stacks, where all ranks answer and no rank is known to be waited
+        """Return a suspect by the stacks, if all ranks answer and no rank is known to be waited
         for.
 
         A rank that waits in a library's call is not to blame. Of the others, the rank with the
@@ -309,7 +309,7 @@ class Hang:
         return self._of(first, Cause.BUSY, fault)
 
     def _crossed(self) -> Suspect | None:
-        """Return a fault for two calls that no device can finish, issued in different orders."""
+        """Return a fault for two calls in different orders that no device can finish."""
         conflict = flights.order_conflict(self.flights)
         if conflict is None or not {conflict.first, conflict.second} <= self.answered:
             return None
@@ -321,8 +321,8 @@ class Hang:
         return self._of(conflict.first, Cause.CIRCLE, fault)
 
     def _stuck_devices(self) -> Suspect | None:
-        """Return a suspect where all ranks wait and none of them is behind: then calls on devices
-        do not end.
+        """Return a suspect if all ranks wait and none is behind: then calls on devices do not
+        end.
         """
         first, *more = sorted(r for r in self.answered if self._is_on_device(r)) or [None]
         if first is None:

@@ -27,9 +27,9 @@ _OPEN = os.O_RDWR | os.O_CREAT | os.O_APPEND
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process of one host, known by its start as well: a pid may come again.
+    """A process of one host, identified by its start time too, because a pid may be reused.
 
-    started: ticks since the host booted. space: the namespace that `pid` is a number of.
+    started: ticks since the host booted. space: the namespace of `pid`.
     """
 
     host: str
@@ -43,8 +43,8 @@ class Process:
         return cls(socket.gethostname(), pid, _stat(pid)[2], _space())
 
     def state(self) -> str | None:
-        """Return a letter as in /proc (R, S, D, T, ...), "" if the process is gone; None: it cannot
-        be seen from here.
+        """Return a letter as in /proc (R, S, D, T, ...), "" if the process is gone; None if it is
+        not visible from here.
         """
         if self.host != socket.gethostname() or self.space != _space():
             return None
@@ -65,7 +65,7 @@ class Process:
         return processes
 
     def kill(self) -> None:
-        """End it, if it is still the same one and may be ended by us."""
+        """Kill the process, if it is still the same one and may be killed by us."""
         if self.state():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -133,7 +133,7 @@ def from_json(text: str) -> Dump:
 class Folder:
     """The files of one watch: `hang.<start>` in the folder that its ranks share.
 
-    What writes raises OSError where that cannot be written.
+    Writing methods raise OSError if the folder cannot be written.
     """
 
     def __init__(self, parent: Path, start: str) -> None:
@@ -150,7 +150,7 @@ class Folder:
             os.close(open_regular(common, _OPEN, 0o600))
 
     def open(self, dump: Dump) -> int:
-        """Make what is missing, and the file of this rank; a descriptor for its stacks."""
+        """Create missing files and this rank's file; return a descriptor for its stacks."""
         self.make()
         self.write(dump)
         return open_regular(self.stacks_of(dump), _OPEN | os.O_TRUNC, 0o600)
@@ -196,7 +196,7 @@ class Folder:
     def num_reporting(self, *, below: int) -> int:
         """Return how many lower ranks wait for the report or write it, counted up to 3.
 
-        No rank lists the folder for that: thousands that do would list millions of names.
+        No rank lists the folder for that, because thousands of ranks would list millions of names.
         """
         num = 0
         for rank in range(below):
@@ -231,7 +231,7 @@ class Folder:
         return _is_marked(self._reported)
 
     def remove_if_all_left(self, world_size: int) -> None:
-        """Leave nothing behind when the last rank has ended well."""
+        """Remove everything when the last rank has ended successfully."""
         for rank in reversed(range(world_size)):
             last = self.read([rank]).get(rank)
             if last is None or last.state is not State.LEFT:
@@ -293,7 +293,7 @@ class Nearby:
             _make(self._alarm)
 
     def leave(self) -> None:
-        """Take away what is there; ranks that stay make it anew."""
+        """Remove the existing files; ranks that stay create them again."""
         for path in (self._looked, self._alarm):
             if path is not None:
                 with contextlib.suppress(OSError):
@@ -301,7 +301,7 @@ class Nearby:
 
 
 def remove_traces(parent: Path) -> None:
-    """Remove what watches of earlier starts have left in `parent`; their reports stay."""
+    """Remove the files that watches of earlier starts have left in `parent`; their reports stay."""
     for path in parent.glob("hang.*/"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -318,8 +318,9 @@ def _append(path: Path) -> None:
 
 
 def _is_marked(path: Path) -> bool:
-    """Return whether the file has content. It is opened, as a network file system looks again only
-    at an open and not at a stat.
+    """Return whether the file has content.
+
+    It is opened, because a network file system looks again only at an open, not at a stat.
     """
     with contextlib.suppress(OSError), path.open("rb") as file:
         return bool(file.read(1))

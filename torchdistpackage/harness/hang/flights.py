@@ -1,7 +1,7 @@
 """Find collectives that devices have not finished, from NCCL's flight recorder. No torch.
 
-Calls of two groups need one order on all ranks that are in both, for a kernel stays on its device
-until it has met all others. Two calls in different orders on two ranks may wait for ever.
+Calls of two groups need one order on all ranks that are in both, because a kernel stays on its
+device until it has met all others. Two calls in different orders on two ranks may wait for ever.
 """
 
 import json
@@ -14,14 +14,14 @@ from torchdistpackage.harness.hang.waits import grouped
 from torchdistpackage.text import ranks_listed
 
 KEPT = 32
-"""Largest number of a rank's calls that are kept; those behind them wait for them."""
+"""Largest number of a rank's calls that are kept; later calls wait for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class InFlightCall:
-    """A call that has been issued. sequence: of the group's collectives, or of its messages.
+    """A call that has been issued. sequence: among the group's collectives, or its messages.
 
-    state: scheduled where the device has not begun it, or does not say.
+    state: scheduled if the device has not begun it, or does not tell.
     """
 
     operation: str
@@ -45,7 +45,7 @@ def of_trace(trace: Mapping[str, Any]) -> tuple[InFlightCall, ...]:
     """Return the first calls in `trace`, the recorder's dump, that have not ended, in order of
     issue.
 
-    KeyError, TypeError, ValueError: it is none.
+    KeyError, TypeError, ValueError: `trace` is no such dump.
     """
     groups = trace.get("pg_config", {})
     entries = sorted(trace.get("entries", ()), key=lambda entry: entry.get("record_id", 0))

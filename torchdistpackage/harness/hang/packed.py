@@ -1,6 +1,6 @@
-"""Dumps of thousands of ranks in few bytes: what all ranks repeat is left out. No torch.
+"""Dumps of thousands of ranks in few bytes, without what all ranks repeat. No torch.
 
-Ranks of a group lie on a mesh, so a few numbers say them all; calls and stacks compress well.
+Ranks of a group lie on a mesh, so a few numbers describe them; calls and stacks compress well.
 """
 
 import base64
@@ -51,19 +51,21 @@ class CallColumns:
 
     @cached_property
     def waiting(self) -> list[int]:
-        """The places of the calls that block the host."""
+        """Return the positions of the calls that block the host."""
         return [i for i, state in enumerate(self.states) if state == "waiting"]
 
     @cached_property
     def last(self) -> list[tuple[int, int]]:
-        """(group, place) of the last call of each line, of those that block no host."""
+        """Return (group, position) of the last call of each line among those that do not block the
+        host.
+        """
         lines = [_line(kind) for kind in self.kinds]
         last = {lines[position]: i for i, position in enumerate(self.places)}
         return [(call_line[0], i) for call_line, i in last.items() if self.states[i] != "waiting"]
 
     @cached_property
     def by_sequence(self) -> dict[int, list[int]]:
-        """Number of a call -> the places of calls with it, the last one first."""
+        """Return a map from the number of a call to the positions of calls with it, last first."""
         positions: dict[int, list[int]] = {}
         for i in range(len(self.places) - 1, -1, -1):
             positions.setdefault(self.sequences[i], []).append(i)
@@ -89,7 +91,7 @@ class CallRows(Sequence[dict[str, Any]]):
 
     @classmethod
     def of(cls, calls: Sequence[dict[str, Any]]) -> "CallRows":
-        """Return calls that are not packed as if they were."""
+        """Return unpacked calls in the same form."""
         if isinstance(calls, CallRows):
             return calls
         kinds = [{name: x for name, x in call.items() if name not in _EACH} for call in calls]
@@ -146,7 +148,7 @@ def pack(fields: dict[str, Any]) -> str:
 
 
 def unpack(text: str) -> dict[str, Any]:
-    """Return the fields. ValueError: the text is none of `pack`."""
+    """Return the fields. ValueError: the text was not made by `pack`."""
     try:
         if not text.startswith(_PACKED):
             return json.loads(text)

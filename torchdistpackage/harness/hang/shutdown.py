@@ -1,7 +1,7 @@
 """End the ranks after the alarm: one rank writes the report, then all exit. No torch.
 
-No rank waits for long. The lowest rank that is there writes the report, with what has
-come by then; if it does not, the next one does; and a rank ends even if no report came at all.
+No rank waits for long. The lowest rank that is there writes the report, with what has come by then;
+if it does not, the next one does; and a rank ends even if no report came at all.
 """
 
 import contextlib
@@ -26,20 +26,22 @@ from torchdistpackage.launch.supervisor import noted_stopped
 from torchdistpackage.topology.mesh import Topology
 
 GATHER_S = 4.0
-"""Seconds to wait for the reports of live ranks; then the report is made of those that came."""
+"""Seconds to wait for the reports of live ranks; the report is then made from those received."""
 TAKE_OVER_S = 1.5
 """Seconds after which the next rank writes the report, if the one whose turn it is does not."""
 END_S = 9.0
 """Seconds after the alarm at which a rank exits, with or without a report; with thousands of ranks
 later (`end_s`)."""
 _LINGER_S = 3.0
-"""Seconds that a rank which left its loop gets to exit by itself."""
+"""Seconds that a rank which has left its loop gets to exit by itself."""
 _SPEAK_S = 1.0
 _LOOK_S = 0.2
 
 
 def end_s(world_size: int) -> float:
-    """Return how long after the alarm a rank ends: opening thousands of files takes its time."""
+    """Return how long after the alarm a rank ends, because opening thousands of files takes
+    time.
+    """
     return END_S + world_size / 1000
 
 
@@ -122,7 +124,7 @@ class Shutdown:
 
 
 def _complete(dumps: dict[int, Dump], world_size: int) -> bool:
-    """Return whether all ranks have answered, are gone or stopped, and none will say more."""
+    """Return whether all ranks have answered, are gone or stopped, and none will add anything."""
     letters = states(dumps)
     if len(dumps) < world_size or _loses_a_peer(dumps):
         return False
@@ -142,7 +144,7 @@ def _loses_a_peer(dumps: dict[int, Dump]) -> bool:
 
 
 def _leave_end(dump: Dump, path: Path, hangs: str = "") -> None:
-    """Note for a supervisor that this rank ends because of others, unless a report of it exists."""
+    """Record for a supervisor that this rank ends because of others, unless it has a report."""
     if not path.exists():
         kind, process = FailureKind.HUNG if hangs else FailureKind.ENDED, dump.process
         failure = Failure(dump.rank, process.host, process.pid, time.time(), kind, 1, hangs)

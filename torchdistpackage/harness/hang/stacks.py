@@ -68,8 +68,8 @@ _DEVICE = re.compile(
     r"\.(item|tolist|cpu|synchronize|wait_stream)\(|\bin synchronize$", re.MULTILINE
 )
 _READS = re.compile(r"\b(float|int|bool)\(|\.(to|cuda|numpy|nonzero|copy_|unique|equal)\(")
-"""Calls that read a number of the device, or copy from memory that is not pinned, so that they wait
-for it."""
+"""Calls that read a number from the device, or copy from unpinned memory, and therefore wait for
+it."""
 _LAUNCHES = re.compile(r"/torch/(nn|optim|autograd|_tensor|functional|_ops|utils/_foreach)")
 _LIBRARY = re.compile(r'/lib/python3[.\d]*/|^"<')
 

@@ -48,7 +48,7 @@ class RecordedCall(NamedTuple):
 
     @property
     def line(self) -> tuple[object, ...]:
-        """The key of calls that are numbered together."""
+        """Return the key of calls that are numbered together."""
         return self.group, self.peer, self.operation if self.peer is not None else ""
 
     def differs(self, other: "RecordedCall") -> bool:
@@ -83,7 +83,7 @@ class RecordedCall(NamedTuple):
 
     @property
     def exactly(self) -> str:
-        """A text with everything that is known of the call."""
+        """Return a text with all known facts of the call."""
         tensor = f", {self._tensor}" if self.dtype else ""
         text = f"{self.operation} number {self.sequence}{self._towards}"
         return f"{text}, {self._group}{tensor}, for {self.age_s:.1f} s"
@@ -105,9 +105,9 @@ class RecordedCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankWait:
-    """`rank` waits in `call` for ranks `behind`, which have issued so many.
+    """`rank` waits in `call` for ranks `behind`, which have issued that many calls.
 
-    other: their call, where they have come as well: it differs, or the two do not end.
+    other: their call, if they have come as well: it differs, or the two do not end.
     """
 
     rank: int
@@ -192,7 +192,7 @@ class RankRecord:
 
 
 class _Meeting:
-    """One collective, or one message: who has not come, and with what the others have."""
+    """One collective, or one message: the missing ranks, and the calls of the others."""
 
     def __init__(self, call: RecordedCall, rank: int, records: Mapping[int, RankRecord]) -> None:
         members = call.ranks if call.peer is None else (call.peer,)
@@ -292,7 +292,7 @@ _ADVICE = (
 
 
 def aborted(rank: int, stack: str, records: Mapping[int, RankRecord]) -> str:
-    """Return how `rank` ended, to be said after "rank 0 "; "" if no call of gloo aborted it.
+    """Return how gloo aborted `rank`, as a text after "rank 0 ", or "" if it did not.
 
     gloo aborts the rank that is sent more than it has room for, which may be the one that did
     right. What it brought itself is lost with it: its stack says in which operation it was, and the

@@ -29,8 +29,8 @@ _CLOCKS = (
 
 @dataclass
 class Access:
-    """in_flight: by a call no one has waited for, which keeps the memory. in_backward: torch's
-    engine runs it on the stream of its forward and keeps the memory for that."""
+    """One access. in_flight: by an unawaited call, which keeps the memory. in_backward: torch's
+    engine runs it on the stream of its forward and keeps the memory for it."""
 
     number: int
     stream: int
@@ -179,7 +179,7 @@ class History:
         self._memories[storage._cdata] = TrackedStorage(StorageWeakRef(storage), stream)
 
     def see_frees(self) -> None:
-        """Look at memory that is gone since the last time."""
+        """Check memory that was freed since the last time."""
         gone = [key for key, memory in self._shared.items() if memory.ref.expired()]
         for key in gone:
             del self._memories[key]
@@ -205,7 +205,7 @@ class History:
     def run(
         self, stream: int, name: str, reads: Iterable[Tensor], writes: Iterable[Tensor]
     ) -> list[Access]:
-        """Note an operation. RaceError: nothing orders it and another stream's use of a byte."""
+        """Record an operation. RaceError: nothing orders it and another stream's use of a byte."""
         self.see_frees()
         self._num_ops += 1
         self._clocks.update_seq_num(stream, self._num_ops)

@@ -1,4 +1,4 @@
-"""A call in flight: how its data travels, what it does to its tensors meanwhile, and its handle.
+"""A call in flight: its data, its effects on its tensors, and its handle.
 
 Data travels between real peers over gloo, or from a rank that is all ranks. A transfer begins when
 its call is issued, from copies of the inputs, and waits for no one, as a kernel on a device does.
@@ -33,9 +33,9 @@ Posted = tuple[str, Tensor, int]
 
 
 class Transfer:
-    """Data under way. rooms: what comes from each rank, or message; full after `wait()`.
+    """Data in transit. rooms: received tensors by rank, or by message; full after `wait()`.
 
-    keep: what is sent. received: bytes, which become the tensors `into`.
+    keep: sent data. received: bytes, which become the tensors `into`.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Transfer:
 
 
 class Peers:
-    """Real ones, over a gloo group of the same ranks that no one else uses."""
+    """Real peers, over a gloo group of the same ranks that nothing else uses."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
         self._rank, self._size = rank, size
@@ -131,7 +131,9 @@ class Peers:
 
 
 class Mirror:
-    """One process is rank `rank` of `size`, and all others hold what it holds."""
+    """A stand-in for peers: one process is rank `rank` of `size`, and all others hold the same
+    values.
+    """
 
     gloo = None
 
@@ -232,7 +234,7 @@ class Guard:
         return torch._C._storage_Use_Count(storage._cdata) > own_count + wrapper
 
     def hold(self) -> None:
-        """Keep what is there."""
+        """Keep the current contents."""
         self._before = _bits(self.x).clone()
 
     def poison(self) -> None:
@@ -241,7 +243,7 @@ class Guard:
             _bits(self.x).fill_(_pattern(self.x))
 
     def lift(self) -> str:
-        """Check and remove the pattern; return what was done to the tensor meanwhile, or ""."""
+        """Check and remove the pattern; return what happened to the tensor meanwhile, or ""."""
         storage = self.x.untyped_storage()
         if storage.nbytes() < self._nbytes or storage.data_ptr() != self.pointer:
             return GIVEN_BACK
@@ -264,7 +266,7 @@ class Guard:
 
 
 class LateCall:
-    """One call from its issue to its delivery. finish: writes what the transfer brought."""
+    """One call from its issue to its delivery. finish: writes the transfer's results."""
 
     def __init__(
         self,
@@ -309,7 +311,7 @@ class LateCall:
 
 
 class LateWork(OwnWork):
-    """Handle of a call. settle: brings the call about. call: None if that is done."""
+    """Handle of a call. settle: completes the call. call: None once that is done."""
 
     def __init__(self, call: LateCall | None, settle: Callable[[], None], result: Tensors):
         super().__init__(result)
@@ -330,7 +332,7 @@ class LateWork(OwnWork):
         return True
 
     def is_completed(self) -> bool:
-        """Answer as a device does when queried: not yet at first, then as soon as the peers have
+        """Answer as a device does when queried: not at first, then as soon as the peers have
         come.
         """
         call = self.call

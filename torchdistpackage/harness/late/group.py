@@ -1,8 +1,8 @@
-"""A process group that delivers late: torch.distributed's calls as a device's queue runs them.
+"""A process group that delivers late: it runs torch.distributed's calls like a device's queue.
 
-An asynchronous call is delivered when it is waited for, after all earlier ones of its
-group, and not before; until then what it writes is poison and what it reads must stay. A
-synchronous one delivers all before it, as both would run in order.
+An asynchronous call is delivered when it is waited for, after all earlier ones of its group, and
+not before; until then what it writes is poison and what it reads must stay. A synchronous one
+delivers all before it, as both would run in order.
 """
 
 import sys

@@ -143,7 +143,7 @@ class _StreamsDouble:
 
 
 class _AccessMode(TorchDispatchMode):
-    """Record what each operation reads and writes."""
+    """Records what each operation reads and writes."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -179,7 +179,7 @@ _READ_BY_HOST = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equa
 
 
 class _Calls(Observer):
-    """Collectives and messages: asynchronous ones run on a stream of their group."""
+    """Runs collectives and messages; asynchronous ones run on a stream of their group."""
 
     def __init__(self) -> None:
         self._streams: dict[Queue, int] = {}
@@ -224,7 +224,7 @@ _OF_A_DEVICE: dict[tuple[str, str], object] = {
     ("checkpoint.snapshot", "streams_of"): _StreamsDouble,
     ("tools.activation_offload", "streams_of"): _StreamsDouble,
 }
-"""Names in modules that ask for the device, by name as these stand on this folder."""
+"""Names in modules that query the device, in the form that replaces them."""
 
 
 @contextmanager

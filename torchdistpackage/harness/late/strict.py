@@ -48,7 +48,7 @@ _PACKAGE = str(Path(__file__).parents[2])
 _ARGUMENTS = str(Path(_PACKAGE, "launch"))
 """Code that unpacks a user's arguments."""
 _LAYERS = str(Path(_PACKAGE, "models")), str(Path(_PACKAGE, "parallel"))
-"""Modules of these packages are made where a user makes them, and moved as a whole."""
+"""Packages whose modules are made where a user makes them, and moved entirely."""
 _KEPT = 4096
 _DTYPES = {
     torch.float16,
@@ -187,7 +187,7 @@ class _Functions(TorchFunctionMode):
         return DEVICE if args[0] in self._marks and device == _HOST else device
 
     def _to(self, func, args, kwargs) -> Tensor:
-        """Return a copy if the device is another one, as between host and GPU."""
+        """Return a copy if the device differs, as between host and GPU."""
         x, places = args[0], [*args[1:], *kwargs.values()]
         devices = [torch.device(y) if isinstance(y, str) else y for y in places
                    if isinstance(y, str | torch.device)]  # fmt: skip
@@ -220,7 +220,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _DeviceMarkMode(TorchDispatchMode):
-    """Marks what is computed from marked tensors."""
+    """Marks tensors that are computed from marked tensors."""
 
     def __init__(self, marks: DeviceMemory):
         super().__init__()

@@ -40,7 +40,7 @@ _METADATA = {
 
 
 class Queue(Protocol):
-    """A group, whose calls are delivered in order."""
+    """A group whose calls are delivered in order."""
 
     calls: Sequence[LateCall]
 
@@ -48,7 +48,7 @@ class Queue(Protocol):
 
 
 class Observer:
-    """Follows calls from stream to stream (streams.py); this one looks away."""
+    """Follows calls from stream to stream (streams.py); this base class does nothing."""
 
     def called(
         self, queue: Queue, name: str, reads: Tensors, writes: Tensors, call: LateCall | None
@@ -107,7 +107,9 @@ class World:
             self.queues.remove(queue)
 
     def draw(self) -> None:
-        """Complete calls ahead of their wait, as the order has it. RaceError: one was lost."""
+        """Complete calls ahead of their wait, in the order of the token. RaceError: one was
+        lost.
+        """
         self._look_for_lost()
         if self._order.at_wait_only:
             return

@@ -36,8 +36,7 @@ from torchdistpackage.thread_ranks.run import Trace, run_ranks
 from torchdistpackage.topology.mesh import Size, Topology, topology
 
 Before = Callable[[PendingOp, Sequence[P2POp]], Iterator[PendingOp]]
-"""A function that yields the entries that are waited for before an entry with these messages is
-issued."""
+"""Yields the entries that are waited for before an entry with these messages is issued."""
 Groups = dict[LintGroup, LintGroup]
 """Maps each group in the traces to the group that stands for it."""
 
@@ -57,7 +56,9 @@ _FIRST_USE = (
 
 
 def launch_order(traces: Sequence[Trace], name: Name) -> Finding | None:
-    """Replay the calls of a run that finished with one queue for each rank; return a deadlock."""
+    """Replay the calls of a finished run with one queue for each rank; return a deadlock or
+    None.
+    """
     queues: Queues = {rank: deque() for rank in range(len(traces))}
     # hosts make groups, and no device; what goes through host memory holds no device up
     on_device = [[(e, w) for e, w in t if e.call not in (CREATION, SPLIT)] for t in traces]
@@ -76,7 +77,7 @@ def launch_order(traces: Sequence[Trace], name: Name) -> Finding | None:
 def host_blocking(
     traces: Sequence[Trace], name: Name, earlier: Sequence[Trace] = ()
 ) -> Finding | None:
-    """Replay the calls of a run that finished with hosts that block to connect a group.
+    """Replay the calls of a finished run with hosts that block to connect a group.
 
     Returns a deadlock, or None.
 
@@ -105,7 +106,7 @@ def drive(
     groups: Sequence[LintGroup],
     name: Name,
 ) -> Finding | None:
-    """Run every rank's calls on a board; a rank gives each entry that it waits for."""
+    """Run every rank's calls on a board; a rank yields each entry that it waits for."""
     ready: deque[int] = deque()
 
     def done(entry: PendingOp) -> None:
@@ -172,8 +173,8 @@ class Connections:
         self._pairs: set[tuple[int, LintGroup, int | None, int]] = set()
 
     def before(self, entry: PendingOp, messages: Sequence[P2POp]) -> Iterator[PendingOp]:
-        """Yield entries that are waited for before this one is issued. messages: messages of the
-        entry.
+        """Yield the entries that are waited for before this one is issued. messages: messages of
+        the entry.
         """
         rank, group = entry.rank, entry.group
         if not group.lazy or len(group.ranks) == 1:

@@ -58,4 +58,4 @@ def prove(
 
 
 compare_layouts = prove
-"""The earlier name."""
+"""The earlier name of `prove`."""

@@ -114,7 +114,9 @@ def record_rank(
 
 @dataclass(frozen=True)
 class _OwnRank:
-    """A rank with its model and inputs; index, num: its place along data. folder: of its saves."""
+    """A rank with its model and inputs; index, num: its position along data. folder: of its
+    saves.
+    """
 
     build: Callable[[], ParityModel]
     batch: Callable[[int, int, int], Any]
@@ -172,7 +174,7 @@ def _number(loss: Tensor | float) -> float:
 
 @contextmanager
 def _noting_gradients(model: ParityModel, record: ParityRecord) -> Iterator[None]:
-    """Note the gradients that the optimizer is about to take, or those that the step leaves."""
+    """Record the gradients that the optimizer is about to take, or those that the step leaves."""
     optimizer = model.optimizer
     if optimizer is None:
         yield
@@ -199,14 +201,17 @@ def _noting_gradients(model: ParityModel, record: ParityRecord) -> Iterator[None
 
 
 def _partitions(optimizer: torch.optim.Optimizer | None) -> list[Any]:
-    """Return what an optimizer that shards parameters says of each; nothing for another one."""
+    """Return a sharding optimizer's description of each parameter; nothing for another
+    optimizer.
+    """
     groups: Sequence[Sequence[Any]] = getattr(optimizer, "partitions", ())
     return [member for members in groups for member in members if any(member.bounds)]
 
 
 def _full(model: ParityModel, tensor_of: Callable[[Any], Tensor | None]) -> dict[str, Tensor]:
-    """Return by name this rank's tensors of `tensor_of`, those of ZeRO's shards gathered from the
-    ranks that share a parameter; all ranks call it together.
+    """Return this rank's tensors of `tensor_of` by name; all ranks call it together.
+
+    Those of ZeRO's shards are gathered from the ranks that share a parameter.
     """
     sharded = {each.spec.parameter: each for each in _partitions(model.optimizer)}
     tensors: dict[str, Tensor] = {}
@@ -257,7 +262,7 @@ def states_of(model: ParityModel) -> dict[str, Tensor]:
 
 
 class _OwnRun:
-    """A model of one's own with the folder of its saves, as `StoppableRun`."""
+    """Your own model with the folder of its saves, as a `StoppableRun`."""
 
     def __init__(self, rank: _OwnRank, model: ParityModel):
         self._rank, self._model = rank, model
