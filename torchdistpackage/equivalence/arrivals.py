@@ -1,7 +1,7 @@
-"""Search for what a stage received that the stage before did not send, and for losses on the side.
+"""Find inputs of a stage that the previous stage did not send, and losses on the side.
 
-A module's inputs are compared by rows, as every row that one process has must arrive on some rank.
-A row that stands in the place of another is equal to a right one, and so no difference by itself.
+A module's inputs are compared by rows, because every row of one process must arrive on some rank. A
+row in the place of another equals a right one, and therefore shows no difference by itself.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,9 @@ def lost_row(reference: ParityRecord, ranks: Sequence[ParityRecord]) -> tuple[st
 
 
 def _rows(calls: ModuleCalls) -> Tensor | None:
-    """Return the rows of a module's first input; None: it is no floating-point tensor of rows."""
+    """Return the rows of a module's first input, or None if it is no floating-point tensor of
+    rows.
+    """
     x = calls.inputs[0] if calls.inputs else None
     if x is None or x.dim() < 2 or not x.is_floating_point():
         return None

@@ -1,4 +1,4 @@
-"""Search for the module that gets a right gradient and passes a wrong one back.
+"""Find the module that receives a right gradient and passes back a wrong one.
 
 A wrong gradient of a parameter is often the consequence of a later module, such as one whose input
 gradient is not summed over tensor ranks. The gradients of inputs and outputs show which one it is.
@@ -56,7 +56,8 @@ def backward_culprit(
 def _turned(
     record: ParityRecord, reference: ParityRecord, name: str, axes: Mapping[str, int]
 ) -> float | str | None:
-    """Return how wrong the gradient is that a rank's module passes back for a right one.
+    """Return how wrong the gradient is that a rank's module passes back although it received a
+    right one.
 
     The answer is "given" if it got a wrong one, and None if neither holds or nothing is known.
     """
@@ -92,7 +93,7 @@ def _apart(shards: Sequence[Tensor], full: Sequence[Tensor], factor: float) -> f
 
 
 def _is_partial(reference: ParityRecord, ranks: Sequence[ParityRecord], name: str) -> bool:
-    """Return True if the ranks' gradients of a module's inputs add up to the whole one."""
+    """Return True if the ranks' gradients of a module's inputs add up to the full one."""
     full = reference.modules[name].input_grads
     by_rank = [r.modules[name].input_grads for r in ranks if name in r.modules]
     if len(by_rank) < 2 or any(

@@ -1,4 +1,4 @@
-"""The kinds of mistakes that a difference points to, and the sentence that a report says of each.
+"""The kinds of mistakes that a difference points to, and the sentence for each in a report.
 
 A finding carries the kind, so that a program can ask for it; people read the sentence.
 """

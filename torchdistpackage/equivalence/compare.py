@@ -1,4 +1,4 @@
-"""Search for the first difference between steps that should be equal: module, size and usual cause.
+"""Find the first difference between steps that should be equal: module, size and usual cause.
 
 `tdp prove` compares the ranks of a layout with one process, a trial of a split or of stages what
 they compute with what the model alone does.
@@ -42,13 +42,13 @@ from torchdistpackage.errors import DataError
 Axes = Mapping[str, int]
 
 SPLITS_BATCH = ("data", "expert_data", "expert")
-"""Axes whose ranks have samples of their own."""
+"""Axes whose ranks have different samples."""
 
 
 WHOLE_MODEL = "the model"
-"""The name of a finding that names no module inside the model."""
+"""Name of a finding that names no module inside the model."""
 ITS_STEP = "its step"
-"""The text for what differs where a rank raised an error."""
+"""Text for the difference if a rank raised an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class ParityFinding:
 
     @property
     def brief(self) -> str:
-        """The module, what differs and by how much: the text of every refusal of a split."""
+        """Return the module, the difference and its size: the text of every refusal of a split."""
         return f"{self.module}: {self.what} differ{self._by()}"
 
     def _by(self) -> str:
@@ -106,7 +106,7 @@ def finding_of(
     more: str = "",
     factor: str = "",
 ) -> ParityFinding:
-    """Return a finding with the sentence of its kind; more: what the sentence ends with."""
+    """Return a finding with the sentence of its kind; more: the end of the sentence."""
     excess, rank = worst
     return ParityFinding(
         module, subject, excess, rank, CAUSES[kind] + more, stage=stage, kind=kind, factor=factor
@@ -173,8 +173,8 @@ def _first_difference(
 
 
 def _module_in(text: str, reference: ParityRecord) -> str:
-    """Return the module that leads the text (`told_where` puts it there), else one whose name is in
-    the text.
+    """Return the module at the beginning of the text (`told_where` puts it there), else one whose
+    name is in the text.
     """
     at = text.partition(": ")[0]
     if at in reference.modules and at:
@@ -268,7 +268,7 @@ def _labels(
 def _moved(
     reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
 ) -> ParityFinding | None:
-    """Look for weights that change before the update of the first step."""
+    """Find weights that change before the update of the first step."""
     for rank, record in enumerate(ranks):
         for name in record.moved:
             if name not in reference.moved:
@@ -280,7 +280,7 @@ def _moved(
 def _arrivals(
     reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
 ) -> ParityFinding | None:
-    """Look for rows that no stage received, where another one stands in their place."""
+    """Find rows that no stage received, with another row in their place."""
     if "pipe" not in axes or (lost := lost_row(reference, ranks)) is None:
         return None
     module, rank, row = lost
@@ -332,7 +332,7 @@ def _forward(
 def _results(
     reference: ParityRecord, ranks: Sequence[ParityRecord], measure: Measure
 ) -> tuple[float | None, int] | None:
-    """Return how far the whole model's outputs are off, and on which rank; None: all are right."""
+    """Return how far the model's outputs are off, and on which rank; None: all are right."""
     for number, full in enumerate(reference.results):
         gaps = (measure.apart(record.results[number], full) for record in ranks)
         differences = [(float("inf") if x is None else x, rank) for rank, x in enumerate(gaps)]
@@ -360,7 +360,7 @@ def _is_inside(name: str, other: str) -> bool:
 
 
 def _level(name: str, parent: str, reference: ParityRecord) -> bool:
-    """Return True if a module is in another one, and no known one lies between the two."""
+    """Return True if a module is inside another one with no known module in between."""
     if not _is_inside(name, parent):
         return False
     between = (x for x in reference.modules if x not in (name, parent))
@@ -388,7 +388,7 @@ def _output(
 
 
 def _is_missing(tensors: Sequence[Tensor], full: Sequence[Tensor], measure: Measure) -> bool:
-    """Return True if the ranks hold parts of a tensor, and some part is on no rank."""
+    """Return True if the ranks hold slices of a tensor and some slice is on no rank."""
     if not measure.finds_parts:
         return False
     parts = [x for x in tensors if full and measure.apart(x, full[0]) is not None]
@@ -412,7 +412,7 @@ def _first_outputs(ranks: Sequence[ParityRecord], name: str) -> list[Tensor]:
 def _is_partial(
     reference: ParityRecord, ranks: Sequence[ParityRecord], name: str, measure: Measure
 ) -> bool:
-    """Return True if the ranks' outputs of a module add up to the whole one."""
+    """Return True if the ranks' outputs of a module add up to the full one."""
     if name not in reference.modules:
         return False
     outputs, full = _first_outputs(ranks, name), reference.modules[name].outputs
@@ -866,7 +866,7 @@ _RESUMED: dict[str, Stage] = {
 
 
 def narrow_casts(ranks: Sequence[ParityRecord]) -> ParityFinding | None:
-    """Return the module in which one process rounds numbers to 16 or 8 bits; None: none does."""
+    """Return the module in which one process rounds numbers to 16 or 8 bits, or None."""
     finding = _casts(ParityRecord({}), ranks, {}, PARTS)
     return None if finding is None else replace(finding, axis="one process")
 
@@ -874,7 +874,7 @@ def narrow_casts(ranks: Sequence[ParityRecord]) -> ParityFinding | None:
 def _casts(
     reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
 ) -> ParityFinding | None:
-    """Look for numbers that are rounded to 16 or 8 bits, but not in one process."""
+    """Find numbers that are rounded to 16 or 8 bits on ranks, but not in one process."""
     for rank, record in enumerate(ranks):
         for name, dtype in record.casts.items():
             if name not in reference.casts:
@@ -884,7 +884,7 @@ def _casts(
 
 
 def stopped_difference(ranks: Sequence[ParityRecord], axes: Axes) -> ParityFinding | None:
-    """Return what is different once a run was stopped and resumed; None: nothing."""
+    """Return the difference after a run was stopped and resumed, or None."""
     gaps = [(gap, rank) for rank, record in enumerate(ranks) for gap in record.resume_gaps]
     if not gaps:
         return None
@@ -914,7 +914,7 @@ def _stopped(
 def _loaded(
     reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
 ) -> ParityFinding | None:
-    """Compare what is there once the save of one process is loaded, and a step later."""
+    """Compare the state after the save of one process is loaded, and one step later."""
     kind = "loaded elsewhere"
     full = full_tensors(reference.placed_loaded)
     subject = "the loaded save of one process"

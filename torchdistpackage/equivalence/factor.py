@@ -1,7 +1,7 @@
-"""The factor by which numbers of ranks differ from the right ones.
+"""The factor by which ranks' numbers differ from the right ones.
 
-A factor says more than a size: twice the right gradient was summed where the mean belongs, a
-gradient of zeros was never sent.
+A factor says more than a size: twice the right gradient was summed instead of averaged, a gradient
+of zeros was never sent.
 """
 
 import itertools
@@ -34,7 +34,7 @@ def factor_of(
     axes: Mapping[str, int],
     tolerance: float = TOLERANCE,
 ) -> str:
-    """Return how the ranks' tensors follow from the full one, each being any shard of it.
+    """Return the relation of the ranks' tensors to the full one, each being any shard of it.
 
     The text is `x 2`, `/ 2`, also with the ranks of which alone it holds, or `missing on rank 1`.
     It is empty if some rank's tensor is wrong in another way.

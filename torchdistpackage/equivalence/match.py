@@ -1,8 +1,8 @@
-"""Comparison of a rank's tensor with the part of the whole one that it is, for any cut.
+"""Comparison of a rank's tensor with the matching slice of the full one, for any cut.
 
-Rows (of the first dim) are looked for anywhere, so samples in another order and rows of fused
-projections are found; along other dims a part is a contiguous piece, or along the last one several,
-as the queries, keys and values of a rank are of a fused projection.
+Rows (of the first dim) are searched anywhere, so samples in another order and rows of fused
+projections are found; along other dims a slice is contiguous, or along the last one several slices,
+like the queries, keys and values of a fused projection on a rank.
 """
 
 import math
@@ -22,7 +22,8 @@ _JOINED = (2, 3, 4, 6, 8, 12, 16)
 
 
 def difference(part: Tensor, full_tensor: Tensor) -> float | None:
-    """Return the largest difference, over the whole's largest number, where `part` fits best.
+    """Return the largest difference at the best fit of `part`, relative to the full tensor's
+    largest number.
 
     None: it has no shape that a part of `full_tensor` could have.
     """
@@ -41,7 +42,7 @@ def difference(part: Tensor, full_tensor: Tensor) -> float | None:
 def elementwise(actual: Tensor, expected: Tensor) -> float | None:
     """Return the largest difference, over the largest expected number.
 
-    None: the shapes differ, or it is of whole numbers, which jump where scores are close.
+    None: the shapes differ, or the tensors hold integers, which jump if scores are close.
     """
     is_number = expected.is_floating_point() or expected.is_complex()
     if actual.shape != expected.shape or not is_number:
@@ -151,7 +152,7 @@ def missing_place(parts: Sequence[Tensor], full_tensor: Tensor) -> bool:
 
 
 def rows_found(part: Tensor, full_tensor: Tensor) -> set[int]:
-    """Return the rows of `full_tensor` that rows of `part` are."""
+    """Return the rows of `full_tensor` that match rows of `part`."""
     if part.dim() == 0 or part.shape[1:] != full_tensor.shape[1:]:
         return set()
     gaps = _apart(_real(part), _real(full_tensor))
@@ -179,7 +180,7 @@ def _pieces(shape: torch.Size, full_tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _rows(part: Tensor, full_tensor: Tensor, limit: float) -> float:
-    """Return how far the row that fits worst is from the row it fits best.
+    """Return the distance between the worst matching row and its best match.
 
     limit: a difference that is none; rows in order are looked at first, and end the search.
     """

@@ -1,7 +1,7 @@
-"""Search for numbers that code rounds to 16 or 8 bits, whatever the precision of the run.
+"""Find numbers that code rounds to 16 or 8 bits, whatever the precision of the run.
 
-A comparison of layouts in float64 does not see a cast that all layouts make. In a float64 copy of
-a run no cast to a narrow type is asked for, so each is one that the code makes by itself, as of
+A comparison of layouts in float64 does not see a cast that all layouts make. In a float64 copy of a
+run no cast to a narrow type is asked for, so each is one that the code makes by itself, as of
 rotary tables or of a router's scores.
 """
 
@@ -20,7 +20,7 @@ WIDE = (torch.float32, torch.float64)
 
 
 class _CastMode(TorchDispatchMode):
-    """Notes the module in which a floating-point tensor becomes one of fewer than 32 bits."""
+    """Records the module in which a floating-point tensor becomes one of fewer than 32 bits."""
 
     def __init__(self, running: Sequence[str], casts: dict[str, str], singles: list[str]):
         super().__init__()

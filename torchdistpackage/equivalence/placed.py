@@ -1,4 +1,4 @@
-"""Comparison of tensors whose place in the full one is known: weights, gradients, optimizer states.
+"""Comparison of tensors with a known place in the full one: weights, gradients, optimizer states.
 
 A layout says where a rank's elements belong, so nothing is looked for, and a right shard in the
 wrong place is a difference.
@@ -21,7 +21,7 @@ it.
 
 
 def full_tensors(record: Placed) -> dict[str, Tensor]:
-    """Return the tensors of one process, each of which is one box that holds all of it."""
+    """Return the tensors of one process, each as one box with all of it."""
     return {name: boxes[0][1] for name, boxes in record.items() if len(boxes) == 1}
 
 

@@ -1,4 +1,4 @@
-"""Records of a few steps of a model on one rank, to be compared with the same steps elsewhere.
+"""Records of a few steps of a model on one rank, for comparison with the same steps elsewhere.
 
 In the first step every module's inputs and outputs are kept, on the way forward and for all calls
 of it, as a microbatch is a call. Nothing of the model is changed, but that dropout is off: what it
@@ -199,7 +199,7 @@ def _joined(calls: list[list[Tensor]]) -> list[Tensor]:
 def record_results(
     modules: Mapping[str, nn.Module], call: Callable[[], Sequence[Tensor]]
 ) -> ParityRecord:
-    """Run `call` and return its results, with what `modules` got and gave in it."""
+    """Run `call` and return its results, with the inputs and outputs of `modules`."""
     record = ParityRecord({})
     with recording(modules, record, first_call=True):
         results = call()

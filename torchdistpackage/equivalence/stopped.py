@@ -17,7 +17,7 @@ from torchdistpackage.equivalence.record import ResumeGap
 
 @dataclass
 class RunMoment:
-    """The state of one rank between two steps, and what it met in the last of them.
+    """The state of one rank between two steps, and the data of the last of them.
 
     tensors: weights and optimizer states by name. random: the states that it draws from next.
     """
@@ -30,18 +30,18 @@ class RunMoment:
 
 
 class StoppableRun(Protocol):
-    """A run on one rank, which can save, and go on from a save in another object of its kind."""
+    """A run on one rank that can save, and continue from a save in another object of its kind."""
 
     def take_step(self, step: int) -> RunMoment:
-        """Take a step with dropout, and return what is there after it."""
+        """Take a step with dropout, and return the state after it."""
         ...
 
     def moment(self) -> RunMoment:
-        """Return what is there now."""
+        """Return the current state."""
         ...
 
     def save(self, step: int) -> None:
-        """Save what is there after `step`."""
+        """Save the state after `step`."""
         ...
 
     def load(self) -> int | None:
@@ -51,7 +51,7 @@ class StoppableRun(Protocol):
         ...
 
     def close(self) -> None:
-        """End what runs beside the steps."""
+        """End everything that runs beside the steps."""
         ...
 
 
@@ -81,7 +81,7 @@ def resume_gaps(
 
 
 def _step_gaps(resumed: RunMoment, expected: RunMoment, when: str) -> list[ResumeGap]:
-    """Return what differs after a step: what it was fed, what it left, its loss and its norm."""
+    """Return the differences after a step: its data, its state, its loss and its norm."""
     gaps = _kept_gaps(resumed, expected, when)
     if resumed.samples != expected.samples:
         gaps.insert(0, ResumeGap("data after a resume", "samples", when, None))
@@ -91,7 +91,7 @@ def _step_gaps(resumed: RunMoment, expected: RunMoment, when: str) -> list[Resum
 
 
 def _kept_gaps(resumed: RunMoment, expected: RunMoment, when: str) -> list[ResumeGap]:
-    """Return what differs of what a run keeps: random states, optimizer states and weights."""
+    """Return the differences in the saved state: random states, optimizer states and weights."""
     gaps: list[ResumeGap] = []
     if any(not torch.equal(resumed.random[x], expected.random[x]) for x in expected.random):
         gaps.append(ResumeGap("random state after a resume", "random states", when, None))

@@ -44,7 +44,7 @@ WarningFilter = tuple[str, type[Warning]]
 _ACTIONS = ("default", "error", "ignore", "always", "module", "once")
 
 Axes = Sequence[tuple[str, int | None]]
-"""(axis, size), outermost first; the size of one may be None: what the others leave."""
+"""Axes as (axis, size), outermost first; one size may be None: the number that the others leave."""
 
 INIT_TIMEOUT_S = 60.0
 """Limit in seconds for ranks to meet, which may start one after the other."""

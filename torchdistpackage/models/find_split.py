@@ -60,7 +60,7 @@ def shape_of(model: Any, num_ranks: int, sequence_parallel: bool = False) -> Tra
 
 
 def find_split(shape: TransformersShape, model: Any, axis: str = "tensor") -> ModelSplit:
-    """Return how the ranks share `model`, which has the settings of `shape`.
+    """Return the split of `model`, whose settings are those of `shape`.
 
     model: the family's causal language model, its base model, or one with another head.
 

@@ -1,9 +1,9 @@
 """A decoder-only transformer whose every stage is the same class.
 
-One rule: a GPT holds a run of consecutive pieces (embed, halves of blocks, head), none, some or
-all, under names that do not depend on the run. What it takes and gives follows: token ids go into
-the embedding, activations pass between blocks, logits come out of the head. Activations are
-(S, B, D), and (S/n, B, D) under sequence parallelism.
+A GPT holds any run of consecutive pieces (embed, halves of blocks, head), under names that do not
+depend on the run. Its input and output follow from the run: token ids enter the embedding,
+activations pass between blocks, and logits leave the head. Activations are (S, B, D), and (S/n, B,
+D) under sequence parallelism.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ ACTIVATIONS = {
 
 
 Noise = Callable[..., Tensor]
-"""Called as noise(vectors), or as noise(vectors, index, number) with a slice of them."""
+"""Function called as noise(vectors), or as noise(vectors, index, number) with a slice of them."""
 
 
 class GPT(Grouped):
@@ -160,7 +160,7 @@ class GPT(Grouped):
         return self.head(x[-1:] if tokens.last_only else x)
 
     def add_embedding_noise(self, noise: Noise) -> None:
-        """Let `noise` change the vectors of tokens in training, before positions and dropout.
+        """Make `noise` change the token vectors in training, before positions and dropout.
 
         It is called with the vectors of all tokens, or with those of slice `index` of `number`
         along dim 0, and returns as many.
@@ -200,7 +200,7 @@ class GPT(Grouped):
 
     @property
     def vocab_group(self) -> Group:
-        """The ranks whose logits are each of their own columns of the vocabulary."""
+        """Return the ranks that each have logits for their own columns of the vocabulary."""
         return self.group
 
     def whole_logits(self, logits: Tensor) -> Tensor:
@@ -240,7 +240,7 @@ class GPT(Grouped):
 
 
 class Embed(VocabParallelEmbedding):
-    """Embed ids (B, S) as token vectors, and add learned positions if the model has them."""
+    """Embeds ids (B, S) as token vectors, and adds learned positions if the model has them."""
 
     def __init__(self, shape: GPTShape, dropout: float, **common):
         self.shape = shape  # first, since the parameters are made from layouts()
@@ -367,7 +367,7 @@ def _norm(shape: GPTShape, **common) -> LayerNorm | RMSNorm:
 
 
 class Head(Grouped):
-    """Turn activations into logits (S, B, this rank's columns of the vocabulary)."""
+    """Turns activations into logits (S, B, this rank's columns of the vocabulary)."""
 
     def __init__(self, shape: GPTShape, *, group: Group, axis: str, dtype=None, device=None):
         super().__init__(group, axis)

@@ -1,7 +1,7 @@
 """Keys and values of the tokens that a GPT has seen, so that each next token is computed alone.
 
-Each attention gets a sequence of its own for the time of a call, which holds what this rank's heads
-have computed; the model itself does not know of it.
+Each attention gets a separate sequence for the time of a call, which holds the keys and values of
+this rank's heads; the model itself does not know about it.
 """
 
 from collections.abc import Iterator
@@ -34,8 +34,10 @@ class GPTCache(WholeSequence):
 
     @contextmanager
     def call(self, num: int, padding: Tensor | None) -> Iterator[None]:
-        """Let a forward inside compute `num` more tokens of each row; the last stage makes logits
-        of the last of them only. padding: (B,) columns before a row's first token; None: none.
+        """Make a forward in the block compute `num` more tokens of each row; the last stage makes
+        logits only for the last of them.
+
+        padding: (B,) columns before a row's first token; None: none.
         """
         previous, self._padding = self._model.sequence, padding
         self._model.sequence = self

@@ -1,8 +1,8 @@
-"""A GPT as numbers: its pieces, and how each parameter is cut. No torch.
+"""A GPT as numbers: its pieces, and the split of each parameter. No torch.
 
-The modules in gpt.py and a plan read the same functions. Names are global, such as
-`blocks.3.mlp.up.weight`, and do not depend on the stages. The pieces, in order, are what a pipeline
-may be cut between: embed, the two halves of each block, head.
+The modules in gpt.py and a plan use the same functions. Names are global, such as
+`blocks.3.mlp.up.weight`, and do not depend on the stages. A pipeline may be cut between any two
+pieces, which are in order: embed, the two halves of each block, head.
 """
 
 import math
@@ -26,26 +26,24 @@ ATTENTION, MLP = "attention", "mlp"
 MIXTURE = "mixture"
 """The kind of an MLP that is a mixture of experts; other pieces are called like their kind."""
 HALVES = (ATTENTION, MLP)
-"""The two halves of a block, each with the norm before it. A pipeline may cut between them, as the
-same activations travel there as between blocks."""
+"""The two halves of a block, each with the norm before it. A pipeline may cut between them, because
+the same activations pass there as between blocks."""
 TIED = "embed.weight"
 """Global name of the one weight that embedding and output head share when tied."""
 
 
 @dataclass(frozen=True, slots=True)
 class GPTShape:
-    """Everything about a GPT that its numbers depend on, besides its weights.
+    """All sizes and options that determine a GPT, except its weights.
 
-    vocab: number of token ids. tied: embedding and output head share one weight.
-    seq_len: the longest sequence that is trained on, in tokens.
-    max_seq_len: rows of a learned position table; None: seq_len.
-    mlp_hidden: width of the MLP; None: dim * mlp_ratio, to the nearest integer.
+    vocab: number of token ids. tied: embedding and output head share one weight. seq_len: the
+    longest sequence that is trained on, in tokens. max_seq_len: rows of a learned position table;
+    None: seq_len. mlp_hidden: width of the MLP; None: dim * mlp_ratio, to the nearest integer.
     kv_heads: heads of keys and values, each for heads / kv_heads query heads; None: heads.
-    head_width: channels of a head; None: dim / heads.
-    mlp: activation between its two products, or swiglu: down(silu(gate(x)) * up(x)).
-    attention_bias, mlp_bias: whether these products have biases.
-    sequence_parallel: activations between the tensor-parallel products are cut along the sequence.
-    moe: of every `moe_every`-th block, from block `moe_first` on, in place of its MLP.
+    head_width: channels of a head; None: dim / heads. mlp: activation between its two products, or
+    swiglu: down(silu(gate(x)) * up(x)). attention_bias, mlp_bias: whether these products have
+    biases. sequence_parallel: activations between the tensor-parallel products are cut along the
+    sequence. moe: of every `moe_every`-th block, from block `moe_first` on, in place of its MLP.
 
     Raises:
         LayoutError: lists every size that does not fit the others, with the nearest that do.
@@ -92,7 +90,7 @@ class GPTShape:
         return self.mlp_hidden or max(round(self.dim * self.mlp_ratio), 1)
 
     def moe_of(self, block: int) -> MoEShape | None:
-        """Return the mixture of experts of a block; None: it has an MLP."""
+        """Return the mixture of experts of a block, or None if it has an MLP."""
         since = block - self.moe_first
         return self.moe if since >= 0 and since % self.moe_every == 0 else None
 
@@ -103,7 +101,7 @@ class GPTShape:
 
     @property
     def longest_seq_len(self) -> int:
-        """The longest sequence that its positions are made for, with their scaling."""
+        """Longest sequence that its positions support, with their scaling."""
         rope = self.rope
         return scaled_length(self.num_positions, rope.factor, rope.original_max_position_embeddings)
 
@@ -162,7 +160,7 @@ def pieces(shape: GPTShape) -> tuple[str, ...]:
 
 
 def module_of(piece: str) -> str:
-    """Return the name of the module that holds a piece; a block holds both its halves."""
+    """Return the name of the module that holds a piece; a block holds both of its halves."""
     return piece if piece in (EMBED, HEAD) else piece.rpartition(".")[0]
 
 
@@ -174,7 +172,7 @@ def piece_layouts(shape: GPTShape, piece: str, axis: str = "tensor") -> Layouts:
 
 
 def kind_of(shape: GPTShape, piece: str) -> str:
-    """Return the kind of a piece, of which all pieces have the same layouts."""
+    """Return the kind of a piece; all pieces of a kind have the same layouts."""
     half = piece.rpartition(".")[2]
     is_mixture = half == MLP and shape.moe_of(int(piece.split(".")[1])) is not None
     return MIXTURE if is_mixture else half
@@ -182,7 +180,7 @@ def kind_of(shape: GPTShape, piece: str) -> str:
 
 @lru_cache(maxsize=256)
 def kind_layouts(shape: GPTShape, kind: str, axis: str = "tensor") -> Mapping[str, Layout]:
-    """Return the layouts of a kind of pieces, made once for all of them."""
+    """Return the layouts of a kind of pieces, built once for all of them."""
     dim, sequence_parallel = shape.dim, shape.sequence_parallel
     norm = cut.norm(dim, shape.norm == "layer", axis, sequence_parallel)
     if kind == EMBED:
@@ -239,7 +237,7 @@ def layouts(
 
 
 def piece_parameters(shape: GPTShape) -> tuple[int, ...]:
-    """Return the number of parameters of each whole piece; a tied weight counts with the
+    """Return the number of parameters of each complete piece; a tied weight counts with the
     embedding.
     """
     counts = [

@@ -66,8 +66,9 @@ def piece_costs(shape: GPTShape) -> tuple[float, ...]:
 
 def flops_per_token(shape: GPTShape) -> float:
     """Return the floating-point operations of forward and backward for one token of a full
-    sequence; MFU divides by them. Work that recomputation repeats does not count: it does not
-    train.
+    sequence, the basis of MFU.
+
+    Recomputed work does not count, because it does not train.
     """
     return (1 + BACKWARD_PER_FORWARD) * sum(piece_costs(shape))
 
@@ -120,6 +121,6 @@ def _mask(place: CallPlace, dim: int) -> LayerNumbers:
 
 
 def _inside(cuts: Mapping[str, Layout], module: str) -> Layouts:
-    """Return the layouts of a module by their names in it."""
+    """Return the layouts of a module under local names."""
     prefix = f"{module}."
     return {k.removeprefix(prefix): v for k, v in cuts.items() if k.startswith(prefix)}

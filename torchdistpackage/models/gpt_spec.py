@@ -1,4 +1,4 @@
-"""A GPT, whose modules are in gpt.py, as plans and exports see it. No torch."""
+"""A GPT (modules in gpt.py) in the form that plans and exports use. No torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from torchdistpackage.predict.calls import Microbatch
 
 @dataclass(frozen=True)
 class GPTSpec:
-    """A `ModelSpec` of a GPT; its folder of transformers is one of GPT-2 or Llama."""
+    """A `ModelSpec` of a GPT; its transformers folder is a GPT-2 or Llama."""
 
     shape: GPTShape
 

@@ -51,7 +51,7 @@ def from_pretrained(
 
 
 def load_weights(net: GPT, folder: str | Path) -> None:
-    """Overwrite the parameters of `net`, a whole model or a stage of one, with those of `folder`.
+    """Overwrite the parameters of `net`, a full model or a stage of one, with those of `folder`.
 
     Every rank reads its own part; values are converted to the parameters' type. For parameters on
     "meta" nothing but headers is read.

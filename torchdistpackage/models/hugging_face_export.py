@@ -121,7 +121,7 @@ class _RanksOfModel:
             raise getattr(errors, kind, CheckpointError)(text)
 
     def whole(self, name: str) -> Tensor:
-        """Return the whole parameter on the first rank; the others send their shards and return an
+        """Return the full parameter on the first rank; the others send their shards and return an
         empty tensor.
         """
         layout = self.layouts[name]

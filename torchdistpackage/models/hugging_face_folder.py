@@ -1,7 +1,7 @@
-"""A folder of transformers: config.json, safetensors files, and what goes with a model.
+"""A transformers folder: config.json, safetensors files, and a model's companion files.
 
-All ranks read, file by file, of each tensor their own part. One process writes, file by file: it
-holds the tensors of one file, and one whole parameter. The folder has its name once it is complete.
+All ranks read their own shards, file by file. One process writes, file by file: it holds the
+tensors of one file, and one full parameter. The folder gets its name once it is complete.
 """
 
 import json
@@ -41,7 +41,9 @@ COMPANIONS = (
     "tokenizer.model",
     "generation_config.json",
 )
-"""Files that go with a model, copied from the folder that it was made from; so are templates."""
+"""Files that accompany a model, copied from the folder it was made from; templates are copied
+too.
+"""
 
 
 @torch.no_grad()
@@ -158,7 +160,7 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
 
 
 def copy_companions(like: str | Path | None, folder: Path) -> None:
-    """Put the tokenizer and settings of a folder, or of that of a config.json, into `folder`."""
+    """Copy the tokenizer and settings of a folder, or of a config.json's folder, into `folder`."""
     if like is None:
         return
     source = config_file(like).parent

@@ -36,7 +36,7 @@ UNREAD = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.rotary_emb\.inv_freq
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One tensor of a folder: its name, its shape there, whether it lies transposed there."""
+    """One tensor of a folder: its name, its shape there, and whether it is stored transposed."""
 
     key: str
     shape: tuple[int, ...]
@@ -253,7 +253,7 @@ def find_tensors(
 def _check_tied(
     folder: Path, stored: Mapping[str, tuple[str, StoredTensor]], head: str, embedding: str
 ) -> None:
-    """Raise CheckpointError if the head differs from the embedding, since one of them would be
+    """Raise CheckpointError if the head differs from the embedding, because one of them would be
     lost.
     """
     head_tensor, other = (
@@ -320,7 +320,7 @@ def headers(folder: Path) -> Iterator[tuple[str, tuple[str, StoredTensor]]]:
 
 
 def _listed(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor, as the index lists it; empty if one file holds all."""
+    """Return the file of each tensor according to the index; empty if one file holds all."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; name the folder of a transformers model")
     if not (folder / INDEX).is_file():

@@ -1,4 +1,4 @@
-"""The layouts of low-rank adapters: which layers have them, and how they are split. No torch.
+"""The layouts of low-rank adapters: the adapted layers and their splits. No torch.
 
 An adapter adds alpha / r, or alpha / sqrt(r), times B A x to what a linear layer makes of x. Where
 the layer is cut by outputs B is cut alike, where it is cut by inputs A is; ranks have the other one
@@ -163,8 +163,8 @@ def peft_targets(weights: Mapping[str, Weight]) -> tuple[list[str], list[str]]:
 
 
 def left_out(lora: Lora, weights: Mapping[str, Weight]) -> str | None:
-    """Return which matrices of the blocks get no adapters from `all-linear`, as text; None: all get
-    some.
+    """Return the matrices of the blocks that get no adapters from `all-linear`, as text, or
+    None.
     """
     adapted = _adapted_layers(weights)
     matrices = {
@@ -210,7 +210,7 @@ def peft_name(parameter: str) -> str:
 
 
 def _cut_like(adapted: Layout, dim: int, adapter: Layout, at: int) -> Layout:
-    """Return `adapter` with its dim `at` split as `adapted` is split along `dim`."""
+    """Return `adapter` with its dim `at` split in the same way as `adapted` along `dim`."""
 
     def only(x: tuple[Any, ...]) -> tuple[Any, ...]:
         return (x, ()) if at == 0 else ((), x)
@@ -231,7 +231,7 @@ def linear_layers(weights: Mapping[str, Weight]) -> tuple[str, ...]:
 def target_problems(
     lora: Lora, family: str, weights: Mapping[str, Weight], output: str, is_tied: bool
 ) -> list[str]:
-    """Return what is wrong with the targets for a model with these parameters. output: path of its
+    """Return the problems of the targets for a model with these parameters. output: path of its
     head.
     """
     layers = {name.rpartition(".")[0]: False for name in weights if not is_adapter(name)}
@@ -257,9 +257,7 @@ def target_problems(
 def cut_problem(
     weights: Mapping[str, Weight], packed: frozenset[str], tensor: int, axis: str = "tensor"
 ) -> str | None:
-    """Return the error text if so many tensor ranks would split blocks of 4-bit weights, or
-    None.
-    """
+    """Return the error text if `tensor` ranks would split blocks of 4-bit weights, or None."""
 
     def cut_within(size: int) -> list[str]:
         mesh = Mesh(((axis, size),))

@@ -1,4 +1,4 @@
-"""The interface of a model that plans, builds and exports use before any of its modules exists. No
+"""The interface of a model that plans, builds and exports use before its modules exist. No
 torch.
 """
 
@@ -78,7 +78,7 @@ class ModelShape(Protocol):
 
 
 class ModelSpec(Protocol):
-    """A model as numbers: its shape, and what follows from it.
+    """A model as numbers: its shape, and everything that follows from it.
 
     module: "package.module:Class", called as
         `Class(shape, pieces=range, stage_of=..., group=..., dropout=..., tp_comm_overlap=...,
@@ -142,8 +142,8 @@ class ModelSpec(Protocol):
         ...
 
     def masks_padding(self) -> bool:
-        """Return whether tokens see what stands behind them, so that rows have to say where their
-        padding begins (`position_ids` of `DataBatch`).
+        """Return whether tokens see those after them, so that rows must say where their padding
+        begins (`position_ids` of `DataBatch`).
         """
         ...
 
@@ -172,8 +172,8 @@ class ModelSpec(Protocol):
         ...
 
     def goes_with(self) -> tuple[tuple[str, str], ...]:
-        """Return (axis or key, text) of what a run of this model may ask for; () if the rules alone
-        decide.
+        """Return (axis or key, text) for each feature that a run of this model may request; () if
+        only the rules decide.
         """
         ...
 

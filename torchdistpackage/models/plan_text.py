@@ -70,7 +70,7 @@ _SENT: dict[LayerKind, str] = {
     "feature": "gather",
     "joined": "gather",
 }
-"""The operation of the ranks on the outputs of a layer."""
+"""Action of the ranks on the outputs of a layer."""
 
 
 def table_of(model: Any, num_ranks: int) -> tuple[PlanTable, dict[str, dict[int, str]]]:
@@ -154,7 +154,7 @@ def model_of(path: Path) -> Any:
 
 
 def folded(table: PlanTable) -> PlanTable:
-    """Join the rows of layers that differ only in their number, and add up their bytes."""
+    """Join the rows of layers that differ only in their number, and add their bytes."""
     rows: dict[Key, list[ParameterRow]] = {}
     for row in table.parameters:
         key = (re.sub(r"\d+", "*", row.name), row.shape, row.cut, row.num_bytes)

@@ -1,6 +1,6 @@
-"""Refuse what a model cannot do for a run, before a rank starts. No torch.
+"""Refuse runs that need more than a model can do, before a rank starts. No torch.
 
-Rules that need no shape stand in config/rules_model.py.
+Rules that need no shape are in config/rules_model.py.
 """
 
 from torchdistpackage.config.errors import ConfigErrors

@@ -12,8 +12,9 @@ MODELS: dict[str, type[ModelSpec]] = {
 }
 
 TRANSFORMERS = "torchdistpackage.models.transformers_spec:TransformersSpec"
-"""The model of a folder of transformers. Its families are loaded only for one: they take a tenth of
-the time in which a plan starts."""
+"""The model of a transformers folder.
+
+Its families are loaded only if needed, because that takes a tenth of a plan's start."""
 
 
 def model_of(section: ModelSection) -> type[ModelSpec] | None:

@@ -1,5 +1,5 @@
-"""The files of sentence-transformers beside the model of a folder: how texts become
-tokens, and tokens a vector.
+"""Files that sentence-transformers adds to a model's folder: how texts become tokens, and tokens a
+vector.
 
 Its tokenizer puts the same ids around a text as training did, and cuts it to the same length.
 """
@@ -20,12 +20,12 @@ from torchdistpackage.config.text_ends import TextEnds, text_ends
 from torchdistpackage.errors import ConfigError
 
 _POOLINGS = {"mean": "mean_tokens", "last": "lasttoken", "cls": "cls_token"}
-"""train.embedding.pooling -> the end of its key, by which releases from 2.0 on know it."""
+"""train.embedding.pooling -> the suffix of its key since release 2.0."""
 _MODULES = "sentence_transformers.models"
 _LIST, _LIMITS = "modules.json", "sentence_bert_config.json"
 _FLAG = "pooling_mode_"
 _KNOWN = ("Transformer", "Pooling", "Normalize")
-"""Modules that training knows; the length of a vector has no effect on a cosine."""
+"""Modules that training supports; the length of a vector has no effect on a cosine."""
 
 
 class Embedder(NamedTuple):

@@ -1,8 +1,8 @@
 """A small config.json of the same classes: narrow, with few layers, heads and experts. No torch.
 
-What a rule has found for a model is tried on such a copy before the model itself is cut. Sizes are
-known by their names, which families share. What stands in proportion to another size stays so: a
-key-value head is read by more than one query head where it was, and each kind of layer is there.
+Rules are tried on such a copy before they split the model itself. Sizes are recognised by their
+names, which families share. Proportions between sizes are kept: a key-value head still serves
+several query heads if it did, and each kind of layer occurs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -328,7 +328,9 @@ def _inner(value: int, width: int, to_width: int) -> int:
 
 
 def _is_mamba2(config_dict: Mapping[str, Any]) -> bool:
-    """Return whether this is Mamba 2, whose heads times their width must equal the inner width."""
+    """Return whether this is Mamba 2, in which the number of heads times their width must equal the
+    inner width.
+    """
     return config_dict.get("model_type") == "mamba2"
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 
 def table_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the matrices of embeddings and of the output head, by what their modules are.
+    """Yield the matrices of embeddings and of the output head, by the kind of their modules.
 
     The head is what `model.get_output_embeddings()` returns, as models of transformers have it;
     where there is no such method, the last nn.Linear, if no other module with a matrix is listed

@@ -123,7 +123,7 @@ def tensor_parallel(
 
 
 class _NoTable(LayoutError):
-    """No table splits this module; the text says why."""
+    """Raised if no table splits this module; the text says why."""
 
 
 def _split_by_table(
@@ -167,7 +167,7 @@ def _replace_experts(
     group: Group,
     split: ModelSplit,
 ) -> None:
-    """Give `twin` this rank's part of the stacked experts of `model`."""
+    """Give `twin` this rank's slice of the stacked experts of `model`."""
     experts = expert_group()
     assert experts is not None
     share_experts(twin, layouts, experts, group)
@@ -183,7 +183,7 @@ def _is_default(value: Any) -> bool:
 
 
 def _device(device_ids: Sequence[torch.device | str | int] | None) -> torch.device:
-    """Return the device of this rank's part."""
+    """Return the device of this rank's shard."""
     if device_ids is not None:
         (only,) = device_ids
         return torch.device("cuda", only) if isinstance(only, int) else torch.device(only)

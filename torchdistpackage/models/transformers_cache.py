@@ -1,4 +1,4 @@
-"""transformers' own cache of keys and values, for a stage that has some of a model's blocks.
+"""transformers' own key-value cache, for a stage with some of a model's blocks.
 
 Classes without a table of their own are tried on a small copy first: what they write token by token
 has to be what they say of the whole sequence.
@@ -36,7 +36,7 @@ from torchdistpackage.tools.undisturbed import keep_random_states
 _PREFILL = 5
 """Number of tokens that the small copy gets at once."""
 _WITHIN = elementwise_within(1e-4)
-"""Comparison in float32 that allows for sums over keys in other blocks."""
+"""Tolerance of a float32 comparison, for sums over keys in other blocks."""
 log = logging.getLogger(__name__)
 
 
@@ -89,7 +89,9 @@ def _stage_cache(config: Any, first: int) -> Any:
     from transformers import DynamicCache
 
     class StageCache(DynamicCache):
-        """Blocks write under their number in the model; all else asks for numbers of this stage."""
+        """A cache in which blocks write under their number in the model; all other uses count this
+        stage's blocks.
+        """
 
         def update(self, key_states, value_states, layer_idx, *args, **kwargs):
             return super().update(key_states, value_states, layer_idx - first, *args, **kwargs)
@@ -119,7 +121,7 @@ def tried_cache(config_dict: Mapping[str, Any], around: StageSides | None) -> tu
 
 @lru_cache(maxsize=16)
 def _problem(text: str, around: StageSides | None, padding: int) -> str | None:
-    """Return why no cache serves, by the first module that differs; None: one does."""
+    """Return why no cache works, by the first module that differs, or None."""
     problem = "transformers makes no small copy to try it on"
     with keep_random_states(), torch.no_grad():
         for model in small_models(json.loads(text)):

@@ -1,13 +1,11 @@
-"""Rules that find what tensor ranks can share of a model without a table.
+"""Rules that find which layers of a model without a table tensor ranks can share.
 
-| module | cut |
-|---|---|
-| attention whose q, k, v and output layers are apart | by heads, one sum behind it |
-| MLP of the usual names, gate and up apart or in one | by hidden channels, one sum behind it |
-| experts in one module | each by its hidden channels, one sum behind them |
-| what transformers' own plan (`base_model_tp_plan`) calls colwise or rowwise | so |
-| any other linear layer in a block | by outputs, which are joined again |
-| embedding, head | by rows or columns, as one table where they are tied |
+| module | cut | |---|---| | attention whose q, k, v and output layers are apart | by heads, one sum
+behind it | | MLP of the usual names, gate and up apart or in one | by hidden channels, one sum
+behind it | | experts in one module | each by its hidden channels, one sum behind them | | what
+transformers' own plan (`base_model_tp_plan`) calls colwise or rowwise | so | | any other linear
+layer in a block | by outputs, which are joined again | | embedding, head | by rows or columns, as
+one table where they are tied |
 
 Where transformers' plan joins the queries, as of norms over all heads, so does this. Rules do not
 know what a forward does between layers: what they say is tried on a small copy
@@ -29,10 +27,10 @@ from torchdistpackage.layout.table import AttentionCut, Count, LayerCut, LayerKi
 
 @dataclass(frozen=True, slots=True)
 class CutChoices:
-    """The rules that are used. by_heads: split attention by heads. fused: split gate and up
-    separately where one layer has both. others: split layers of unknown modules too. head: leave
-    logits split over the ranks. experts: split stacked experts inside. mlps: split MLPs by hidden
-    channels; without it their layers are joined again.
+    """The rules to apply. by_heads: split attention by heads. fused: split gate and up separately
+    if one layer has both. others: split layers of unknown modules too. head: leave logits split
+    over the ranks. experts: split stacked experts inside. mlps: split MLPs by hidden channels;
+    otherwise their layers are joined again.
     """
 
     by_heads: bool = True
@@ -111,7 +109,9 @@ class _CutRules:
 
     @cached_property
     def _plan(self) -> list[tuple[re.Pattern[str], str]]:
-        """transformers' own plan: the style of each pattern of paths inside a block."""
+        """Return transformers' own tensor parallel plan: patterns of paths inside a block, each
+        with a style.
+        """
         config = self.model.config.get_text_config()
         tp_plan = getattr(config, "base_model_tp_plan", None) or {}
         return [
@@ -237,7 +237,9 @@ class _CutRules:
                 self._split(f"{path}.{name}", "joined")
 
     def _stacked(self, path: str) -> dict[str, Layout]:
-        """Return the layout of each parameter of a module of stacked experts; {}: it is none."""
+        """Return the layout of each parameter of a module of stacked experts, or {} for another
+        module.
+        """
         module, dim = self.modules[path], self.found.sizes.dim
         shapes = {name: tuple(p.shape) for name, p in module._parameters.items() if p is not None}
         down = shapes.get("down_proj")
@@ -288,7 +290,7 @@ class _CutRules:
         return self.found.aliases.get(f"{path}.weight", f"{path}.weight")
 
     def _sum_gradients(self, names: Iterable[str]) -> None:
-        """Note that each rank has a part of the gradient of these parameters."""
+        """Record that each rank has a partial gradient of these parameters."""
         for name in self.found.parameters.keys() & set(names):
             shape = self.found.parameters[name].layout.shape
             self.table.partial[name] = Layout(name, shape, unreduced=("tensor",))

@@ -1,4 +1,4 @@
-"""Experts of transformers' models over ranks: each has some of a block's stacked experts.
+"""Experts of transformers' models divided among ranks: each has some of a block's stacked experts.
 
 A module takes the place of transformers' own, under its name and with its parameters' names; the
 router before it stays transformers', and so do experts that are no plain gated MLPs. Where the loss
@@ -104,7 +104,7 @@ class StackedExperts(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The matrix whose device `routers_in` asks for."""
+        """Return the matrix whose device `routers_in` asks for."""
         return self.down_proj
 
     def _by_own_code(self, rows: Tensor, plan: Dispatch) -> Tensor:
@@ -166,8 +166,10 @@ def _mesh_index(experts: Group | None, tensor: Group | None, axis: str) -> tuple
 def share_experts(
     decoder: nn.Module, layouts: Mapping[str, Layout], group: Group, tensor: Group | None = None
 ) -> None:
-    """Replace every module of experts in `decoder`. layouts: of all parameters of the model, by
-    name; those split over `expert` name these modules. tensor: the ranks that share each expert.
+    """Replace every module of experts in `decoder`.
+
+    layouts: of all parameters of the model, by name; those split over `expert` identify these
+    modules. tensor: ranks that share each expert.
     """
     by_module: dict[str, dict[str, Layout]] = {}
     for name, layout in layouts.items():
@@ -202,8 +204,9 @@ def router_load(router_logits: Sequence[Tensor], top_k: int) -> Tensor:
 
 
 def router_loss_sum(load: Tensor, num_tokens: Tensor, top_k: int) -> Tensor:
-    """Return this rank's share of (number of counted tokens) x (transformers' router loss), both
-    over the micro-batch of all ranks that see different tokens. All these ranks call it.
+    """Return this rank's term of (number of counted tokens) x (transformers' router loss). ¶ Both
+    factors are over the micro-batch of all ranks that see different tokens; all these ranks call
+    it.
 
     Switch's loss (arXiv:2101.03961, equation 4) over the tokens of all blocks together: experts x
     sum of (choices / tokens) x (mean probability). load: of `router_load`; num_tokens: int64.

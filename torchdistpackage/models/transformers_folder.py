@@ -1,4 +1,4 @@
-"""The folder that holds a causal language model of transformers: its tensors. No torch."""
+"""The folder of a causal language model of transformers: its tensors. No torch."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ class NamedFolder:
         self._shape = shape
 
     def sources(self) -> dict[str, tuple[Source, ...]]:
-        """Return the tensors of a folder that each parameter is, by global name in order."""
+        """Return the folder's tensors that make up each parameter, by global name in order."""
         saved = {name: as_saved for as_saved, name in self._shape.kind.saved_names.items()}
         return {
             name: (Source(saved.get(name, name), layout.shape),)
@@ -45,7 +45,7 @@ class NamedFolder:
 
 
 def folder_of(shape: TransformersShape) -> Any:
-    """Return how files hold this model, its adapters left aside."""
+    """Return how files store this model, without its adapters."""
     return resolve(shape.kind.folder)(shape)
 
 

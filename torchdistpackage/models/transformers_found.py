@@ -109,7 +109,7 @@ def found_model(
 
 
 def is_causal(config_dict: Mapping[str, Any]) -> bool:
-    """Return whether transformers makes of a config.json a causal language model that tokens can
+    """Return whether transformers makes a causal language model from a config.json that tokens can
     train.
     """
     try:
@@ -195,7 +195,7 @@ def _found(model: Any, config: Any, tried: "_Tried", head: ModelHead | None = No
 
 
 def found_on(model: Any) -> FoundModel:
-    """Return what is read of an existing model, without a trial."""
+    """Return the facts read from an existing model, without a trial."""
     return _found(model, model.config, _Tried())
 
 
@@ -278,7 +278,7 @@ def _blocks(model: Any, unreached: tuple[str, ...]) -> tuple[str, int]:
 def _cut(
     config_dict: Mapping[str, Any], uncut: FoundModel, tensor: int, head: ModelHead | None
 ) -> FoundModel:
-    """Return `uncut` split by the first choices under which a small copy computes the same."""
+    """Return `uncut` with the first split under which a small copy computes the same."""
     by_heads = share_heads_evenly(uncut.sizes.heads, uncut.sizes.kv_heads, tensor)
     num_ranks = min(tensor, MOST_TRIED)
     problem = f"transformers makes no small copy of {uncut.class_name} to try it on"
@@ -324,7 +324,7 @@ def _copies_for(
 
 @dataclass(frozen=True)
 class _Tried:
-    """The findings of a trial on a small copy; see `FoundModel`."""
+    """Results of a trial on a small copy; see `FoundModel`."""
 
     refused: str | None = None
     unreached: tuple[str, ...] = ()
@@ -474,8 +474,8 @@ def _pools_elsewhere(model: Any, ids: Tensor, outputs: Tensor) -> str | None:
 
 
 def _unreached(model: nn.Module) -> Iterator[str]:
-    """Yield the paths of the outermost modules none of whose parameters has a gradient, except
-    blocks and experts in a list.
+    """Yield the paths of the outermost modules in which no parameter has a gradient, except blocks
+    and experts in a list.
     """
     unreached: list[str] = []
     for path, module in model.named_modules():

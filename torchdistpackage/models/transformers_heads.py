@@ -25,7 +25,7 @@ _OF_TOKENS = {
     **dict.fromkeys(("gpt2", "gpt_neox", "falcon", "bloom"), CLASSIFIER),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2"), SCORE),
 }
-"""Families whose class for tokens transformers has -> what the layer is called there."""
+"""Families with a transformers class for tokens -> the name of its head layer."""
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 

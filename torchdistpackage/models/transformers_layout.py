@@ -1,5 +1,5 @@
-"""The sizes, parameters and layouts of a causal language model of transformers, as a plan needs
-them. No torch.
+"""The sizes, parameters and layouts of a causal language model of transformers, for plans. No
+torch.
 
 Global names are those that transformers saves. The pieces are the blocks: the embedding goes with
 the first, the norm and the head with the last, since the stages run the family's own forward.
@@ -28,7 +28,7 @@ _FOUND = "torchdistpackage.models.transformers_found:found_family"
 _IS_CAUSAL = "torchdistpackage.models.transformers_found:is_causal"
 """Import path of the reader for families without a table, loaded late because it needs torch."""
 _MOST = 1 << 24
-"""Largest size that is accepted; a larger one is a slip."""
+"""Largest accepted size; a larger one is a typing error."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class TransformersShape:
 
     @cached_property
     def tables(self) -> dict[str, list[Weights]]:
-        """The tables that `parts` has built, by the axis of the tensor ranks."""
+        """The tables that `parts` has built, by the tensor ranks' axis."""
         return {}
 
     @cached_property
@@ -292,14 +292,16 @@ def parts(shape: TransformersShape, axis: str) -> list[Weights]:
 
 
 def part_tables(shape: TransformersShape, axis: str = "tensor") -> list[SplitTable]:
-    """Return the split tables of what stands before the blocks, of each block, and of what stands
-    behind them.
+    """Return the split tables of the modules before the blocks, of each block, and of the modules
+    after them.
     """
     return [w.split for w in parts(shape, axis)]
 
 
 def split_table(shape: TransformersShape, axis: str = "tensor") -> SplitTable:
-    """Return which layers tensor ranks replace, and by what, by path in transformers' model."""
+    """Return which layers tensor ranks replace, and their replacements, by path in transformers'
+    model.
+    """
     embed, *blocks, head = part_tables(shape, axis)
     table = embed | head
     for block in blocks:
@@ -364,7 +366,7 @@ def global_name(shape: TransformersShape, name: str) -> str:
 
 def piece_parameters(shape: TransformersShape) -> tuple[int, ...]:
     """Return the number of parameters of each piece; the embedding and the head count with the
-    pieces they go with.
+    pieces that include them.
     """
     embed, *counts, head = (_count(part.parameters) for part in parts(shape, "tensor"))
     counts[0] += embed

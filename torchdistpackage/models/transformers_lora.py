@@ -32,8 +32,8 @@ from torchdistpackage.topology.mesh import Mesh
 def with_adapters(
     model: nn.Module, shape: TransformersShape, lora: Lora, dtype: torch.dtype
 ) -> nn.Module:
-    """Return `model` with peft's layers around those that are adapted; these alone train, and a
-    head.
+    """Return `model` with peft's layers around the adapted ones; only these and a head are
+    trained.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -116,7 +116,7 @@ def read_adapters(
 
 @torch.no_grad()
 def round_weights(model: nn.Module, shape: TransformersShape) -> None:
-    """Round the weights of a whole model to the values that its adapters were trained over."""
+    """Round the weights of a full model to the values over which its adapters were trained."""
     listed, lora = weights(shape), shape.lora
     assert lora is not None and lora.quant_type is not None
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Build a model of transformers from its settings without memory, and draw its initial weights.
+"""Build a transformers model from its settings without memory, and draw its initial weights.
 
 transformers, of the extra `hf`, is imported on first use. Code that comes with a folder
 (trust_remote_code) is never run.
@@ -29,9 +29,10 @@ from torchdistpackage.models.transformers_rope import keep_lengths_apart
 from torchdistpackage.tools.undisturbed import keep_random_states
 
 ALONE = threading.RLock()
-"""Lock under which one thread at a time makes a model, where threads are ranks: meanwhile
-transformers imports parts of itself, which threads cannot do side by side, and sets the process's
-default type."""
+"""Lock under which one thread at a time makes a model, if threads are ranks.
+
+Meanwhile transformers imports parts of itself, which threads cannot do concurrently, and sets the
+process's default dtype."""
 _REFUSALS = (ValueError, KeyError, TypeError, AssertionError, ImportError, AttributeError)
 """Errors that transformers 4 raises for settings that make no model."""
 
@@ -121,7 +122,7 @@ def _ending(head: ModelHead) -> str:
 
 
 def other_tasks(config: Any) -> str:
-    """Return which data.name trains a class of an encoder with these settings, as text."""
+    """Return the values of data.name that train an encoder class with these settings, as text."""
     tasks = [x.name for x in HEAD_TASKS.values() if class_of(config, ModelHead(x)) is not None]
     if not tasks:
         return ""
@@ -132,7 +133,7 @@ def other_tasks(config: Any) -> str:
 
 
 def settings_of(model: Any) -> dict[str, Any]:
-    """Return what config.json holds of a causal language model of transformers.
+    """Return the config.json contents of a causal language model of transformers.
 
     A class that is made of one section of its settings keeps that section alone, whose model_type
     has no causal language model; it is put back where config.json has it.
@@ -221,11 +222,11 @@ def on_meta(
     constructed: "Constructed | None" = None,
     head: ModelHead | None = None,
 ) -> Any:
-    """Return the whole model of a config.json, with its parameters on the meta device and its
+    """Return the full model of a config.json, with its parameters on the meta device and its
     buffers made.
 
-    constructed: is to know what constructors make. head: in place of the one for the next token;
-    its logits are those of every position.
+    constructed: collects the values that constructors make. head: in place of the one for the next
+    token; its logits are those of every position.
 
     Raises:
         NotAvailableError: transformers is not there.
@@ -248,14 +249,16 @@ def on_meta(
 
 
 def scores_positions(model: Any, head: ModelHead) -> bool:
-    """Return whether the head of `model` is a layer on each position, of which transformers takes
-    the last one that is no padding: so in all decoders. Encoders pool by themselves.
+    """Return whether the head of `model` is a layer on each position.
+
+    transformers then takes the last position that is not padding, as in all decoders. Encoders pool
+    by themselves.
     """
     return head.task.is_of_sequence and isinstance(getattr(model, SCORE, None), nn.Linear)
 
 
 def score_all_positions(model: Any) -> None:
-    """Let a model with a head for sequences return the logits of every position.
+    """Make a model with a head for sequences return the logits of every position.
 
     transformers pools them at the last token that is no padding, which only the ids show: a stage
     without the ids, or with a part of the sequence, could not. Here the targets say which it is.
@@ -275,8 +278,8 @@ def score_all_positions(model: Any) -> None:
 
 @contextmanager
 def parameters_on_meta(constructed: "Constructed | None" = None) -> Iterator[None]:
-    """Put the parameters of modules made inside on the meta device. Buffers stay, or their values
-    would be lost.
+    """Put the parameters of modules made in the block on the meta device. Buffers stay, because
+    their values would be lost.
     """
     thread = threading.get_ident()  # the hook is called in all of them
 
@@ -317,7 +320,7 @@ class Constructed:
             self._of[meta] = value.detach().float().clone()
 
     def name(self, model: nn.Module) -> None:
-        """Store the values under the names of `model`, whose parameters they were."""
+        """Store the values under the names of `model`, the owner of the parameters."""
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if parameter in self._of:
                 self.values[name] = self._of[parameter]
@@ -402,7 +405,7 @@ class ModuleDraws:
             module = around
 
     def _owner(self, path: str) -> Any:
-        """Return the innermost transformers model around the module, whose rules hold for it."""
+        """Return the innermost transformers model around the module, whose rules apply to it."""
         words = path.split(".")
         for end in range(len(words), -1, -1):
             module = self._paths[".".join(words[:end])]

@@ -81,7 +81,7 @@ from torchdistpackage.topology.mesh import Mesh
 
 IGNORE = -100
 _SHOWN = 6
-"""Most parameters that an error lists."""
+"""Largest number of parameters that an error lists."""
 Outputs = Tensor | tuple[Tensor, Tensor]
 """Activations or logits; (logits, auxiliary loss) of a model that counts that of its routers, or
 (logits, what `router_load` returns) if all ranks count it together."""
@@ -175,7 +175,7 @@ def _blocks_of(model: Any, shape: TransformersShape, pieces: range) -> Any:
 
 
 def _check_shapes(built: "TransformersStage", mesh: Mesh, index: int) -> None:
-    """Raise LayoutError if transformers' parameters are not those of the layouts."""
+    """Raise LayoutError if transformers' parameters differ from the layouts."""
     listed = weights(built.shape, None, built.axis)
     problems: list[str] = []
     parameters = dict(built.named_parameters())
@@ -285,7 +285,7 @@ class TransformersStage(nn.Module):
             draws_as(map(self.get_submodule, self.block_names()), group.rank())
 
     def global_names(self) -> dict[str, str]:
-        """Return the global name of each parameter, by its name here."""
+        """Return the global name of each parameter, by its local name."""
         return {
             name: global_name(self.shape, name.removeprefix("decoder."))
             for name, _ in self.named_parameters()
@@ -303,7 +303,7 @@ class TransformersStage(nn.Module):
         return {name: by_name[key] for name, key in names if key in by_name}
 
     def initials(self) -> dict[str, Initial]:
-        """Return what each parameter starts as in transformers, by its name here."""
+        """Return the initial value of each parameter in transformers, by its local name."""
         listed = weights(self.shape, self._stage_of, self.axis)
         names = self.global_names()
         # drawing by modules makes the whole model once more, so only if it is asked for
@@ -388,8 +388,8 @@ class TransformersStage(nn.Module):
         return output.logits, output.aux_loss
 
     def return_hidden(self) -> None:
-        """Let the last stage return hidden states (B, S, D) in place of logits: what its head is
-        called with. A head with a weight of its own is frozen.
+        """Make the last stage return hidden states (B, S, D), the input of its head, in place of
+        logits. A head with its own weight is frozen.
         """
         if self._is_base:  # which has none
             return
@@ -462,7 +462,9 @@ class TransformersStage(nn.Module):
         return collectives.gather(logits, -1, self.vocab_group, sizes)
 
     def add_embedding_noise(self, noise: Callable[[Tensor], Tensor]) -> None:
-        """Let `noise` change the vectors of tokens in training, in the place of transformers'."""
+        """Make `noise` change the vectors of tokens in training, at the place where transformers
+        does.
+        """
         decoder: Any = self.decoder
         base = decoder.base if isinstance(decoder, DecoderStage) else decoder
 
@@ -490,7 +492,7 @@ class TransformersStage(nn.Module):
 
 
 class StageTokens:
-    """A cache of `TransformersStage`: what `GPTCache` is to our GPT."""
+    """A cache of `TransformersStage`, the counterpart of `GPTCache`."""
 
     def __init__(self, stage: TransformersStage, takes_padding: bool):
         names = stage.block_names()
@@ -500,7 +502,7 @@ class StageTokens:
 
     @contextmanager
     def call(self, num: int, padding: Tensor | None) -> Iterator[None]:
-        """Let a forward inside compute `num` more tokens of each row."""
+        """Make a forward in the block compute `num` more tokens of each row."""
         with self._cache.call(num, padding) as self._stage._cached:
             try:
                 yield

@@ -72,9 +72,7 @@ class Microbatch:
 
     @property
     def forward_alone(self) -> "Microbatch":
-        """The same without a backward, in which nothing is drawn, smoothed or computed
-        again.
-        """
+        """Return the same without a backward: nothing is dropped out, smoothed or recomputed."""
         return replace(self, trains=False, recomputed=False, drops=False, smooths=False)
 
     @property
@@ -83,7 +81,7 @@ class Microbatch:
 
 
 def merged(calls: Iterable[CallCount]) -> tuple[CallCount, ...]:
-    """Equal calls as one entry with their number, in the order of the first of each."""
+    """Return equal calls merged into one entry with their number, in order of first occurrence."""
     calls = [each for each in calls if each.number]
     groups: dict[tuple[int, ...], int] = {}
     # by identity, since hashing thousands of ranks takes longer than all else

@@ -64,11 +64,10 @@ class Fabric:
         )
 
     def joined(self, parts: Iterable[tuple[int, int]]) -> tuple[int, int]:
-        """Return the number of ranks of a group, and how far apart they are.
+        """Return the number of ranks of a group and their distance.
 
-        parts: along each axis of the group a number of ranks and how far apart they are. For
-        several axes the distance is that of a group along one axis that has as many of its ranks in
-        a node.
+        parts: (number of ranks, distance) along each axis of the group. For several axes, the
+        distance is that of a group along one axis with equally many of its ranks in a node.
         """
         longer = [part for part in parts if part[0] > 1]
         if len(longer) < 2:
@@ -90,8 +89,8 @@ class Fabric:
         return hops, min(speed, self.node.bytes_per_s) if inside > 1 else speed
 
     def beside(self, comm_s: float, compute_s: float) -> float:
-        """Return what communication adds to this much computation beside it: what does not fit, and
-        the slowdown by what does."""
+        """Return the time that communication adds to computation beside it: the excess, and the
+        slowdown during the overlap."""
         hidden = min(comm_s, compute_s)
         return comm_s - hidden + hidden * self.slowdown
 
@@ -100,7 +99,7 @@ class Fabric:
         return self.measured.get((operation, link))
 
     def gather_seconds(self, num_bytes: float, size: int, stride: int = 1) -> float:
-        """Return the seconds of an all-gather of a tensor of so many bytes."""
+        """Return the seconds of an all-gather of a tensor of `num_bytes` bytes."""
         if size < 2 or num_bytes <= 0:
             return 0.0
         if link := self._measured("all_gather", size, stride):
@@ -109,8 +108,8 @@ class Fabric:
         return START_S + latency + num_bytes * (size - 1) / size / speed
 
     def scatter_seconds(self, num_bytes: float, size: int, stride: int = 1) -> float:
-        """Return the seconds of a reduce-scatter, those of an all-gather where it was not measured
-        by itself."""
+        """Return the seconds of a reduce-scatter; those of an all-gather if it was not measured
+        itself."""
         link = self._measured("reduce_scatter", size, stride)
         if link is None or size < 2 or num_bytes <= 0:
             return self.gather_seconds(num_bytes, size, stride)
@@ -129,7 +128,7 @@ class Fabric:
         return START_S + min(ring, tree)
 
     def exchange_seconds(self, num_bytes: float, size: int, stride: int = 1) -> float:
-        """Return the seconds of an all-to-all in which each rank gives away so many bytes."""
+        """Return the seconds of an all-to-all in which each rank sends `num_bytes` bytes."""
         if size < 2 or num_bytes <= 0:
             return 0.0
         if link := self._measured("all_to_all", size, stride):

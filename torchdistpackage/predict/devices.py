@@ -1,4 +1,4 @@
-"""The accelerators that a step time can be predicted for: one table, each number with its source.
+"""The accelerators for which a step time can be predicted: one table, each number with its source.
 
 Peaks are those of dense matmuls (no sparsity), in FLOP/s; bandwidths are bytes per second in one
 direction. The rule: what a vendor prints stands in the table, and what was fitted on published
@@ -84,8 +84,10 @@ one rate: Dao 2023, arXiv:2307.08691, figures of throughput on A100 and H100."""
 
 
 def _at_power(watts: float, of_watts: float) -> float:
-    """The share of a rate that is left under a power limit. Clocks follow about the cube root of
-    the power (P ~ f V^2, V ~ f), of which some 150 W do not depend on the clock."""
+    """Return the fraction of a rate that remains under a power limit.
+
+    Clocks follow about the cube root of the power (P ~ f V^2, V ~ f), of which some 150 W do not
+    depend on the clock."""
     return ((watts - 150) / (of_watts - 150)) ** (1 / 3)
 
 
@@ -365,7 +367,7 @@ OTHER_NAMES = {
 
 
 def named_device(name: str) -> Accelerator | None:
-    """Return the device of this name, as Slurm's files or its driver spell it; None for another."""
+    """Return the device of this name, as spelled by Slurm's files or its driver, or None."""
     plain = name.lower().replace("_", "-").replace(" ", "-")
     for maker in ("nvidia-", "amd-", "instinct-"):
         plain = plain.removeprefix(maker)

@@ -1,7 +1,7 @@
-"""Every published step beside its prediction, as the page docs/predicted_steps.md shows them.
+"""Every published step beside its prediction, for the page docs/predicted_steps.md.
 
-The rule: what the page says is computed here, from published.py and devices.py alone, so a change
-of the model changes the page, and a test holds that it is up to date.
+The page is computed only from published.py and devices.py, so a change of the model changes the
+page, and a test holds that it is up to date.
 """
 
 from collections.abc import Iterable
@@ -49,7 +49,7 @@ class PredictedRow:
 
     @property
     def error(self) -> float:
-        """Predicted over published, less one."""
+        """Return predicted over published, minus one."""
         return self.predicted.total / self.row.seconds - 1
 
 
@@ -148,7 +148,7 @@ def _rows(rows: Iterable[PredictedRow]) -> str:
 
 
 def memory_error(row: PublishedMemory) -> float:
-    """Return predicted over published bytes, less one."""
+    """Return predicted over published bytes, minus one."""
     return sum(step_memory(row.sizes, row.layout).values()) / 2**30 / row.gib - 1
 
 
@@ -232,6 +232,6 @@ def _sources(predicted: tuple[PredictedRow, ...]) -> str:
 
 
 def _error_without(row: PublishedStep) -> float:
-    """Return the error of a row without what it assumes."""
+    """Return the error of a row without its assumptions."""
     layout = replace(row.layout, **row.unassumed)  # type: ignore[arg-type]
     return PredictedRow(row, step_time(row.sizes, layout, DEVICES[row.device])).error

@@ -14,7 +14,7 @@ from torchdistpackage.predict.devices import Accelerator
 from torchdistpackage.predict.workload import AttentionKernel
 
 LAUNCH_S = 2e-6
-"""Between the end of a kernel and the start of the next in one stream."""
+"""Seconds between the end of a kernel and the start of the next in one stream."""
 _TILE_S = 1.5e-6
 """Seconds to fill and to drain the pipeline of a tile."""
 _TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.6))

@@ -194,8 +194,9 @@ class LayerCosts:
     def _inputs(
         self, widths: dict[str, float], rows: float, repeats: str, count: int = 1
     ) -> Iterator[Operation]:
-        """Linear layers that share their input, as one matmul or each by itself. repeats: the one
-        that is computed again by `recompute: matmuls`."""
+        """Return the time of linear layers that share their input, as one matmul or separately.
+
+        repeats: the one that `recompute: matmuls` computes again."""
         dim = self.sizes.dim
         if self.layout.joins:
             yield self._linear(" ".join(widths), rows, sum(widths.values()), dim, count)

@@ -231,7 +231,9 @@ class StepLayout:
 
     @property
     def expert_shards(self) -> ShardGroups:
-        """The ranks that share the parameters of experts, and those that hold copies."""
+        """Return the numbers of ranks that share the parameters of experts, and of ranks that hold
+        replicas.
+        """
         if self.folds_context:
             sharers, stride = max(self.sharers // self.expert, 1), self.expert_stride * self.expert
             copies = max(self.data * self.context // (self.expert * sharers), 1)
