@@ -422,3 +422,23 @@ def test_windows_of_an_evaluation_are_packed_as_training_packs(tmp_path, packing
     else:
         stream = ids.flatten()[: len(found.tokens) - 1].tolist()
         assert stream == found.tokens[:-1].tolist(), "one after another"
+
+
+def test_without_packing_each_document_has_a_sample_of_its_own(tmp_path):
+    """One that is longer than a sample goes on in the next, from its last token there."""
+    found = tokenized(json_lines(tmp_path, sentences(40)), tmp_path / "cache")
+    options = {"vocab": 300, "seq_len": 24, "global_batch": 8, "val_fraction": 0.0}
+    data = PackedDataset(found, packing="none", document_masks=True, **options)
+    expected = []
+    for first, last in zip(found.starts, found.ends, strict=True):
+        tokens = found.tokens[first:last].tolist()
+        pieces = [tokens[at : at + 25] for at in range(0, max(len(tokens) - 1, 0), 24)]
+        expected += pieces
+    assert any(len(x) == 25 for x in expected) and any(len(x) < 20 for x in expected)
+    got = []
+    for ids, targets, positions in samples(data, "train", data.num_samples["train"]):
+        counted = int((targets != IGNORE).sum())
+        got.append([*ids[:counted].tolist(), int(targets[counted - 1])])
+        assert targets[counted:].eq(IGNORE).all() and ids[counted + 1 :].eq(0).all()
+        assert positions[:counted].tolist() == list(range(counted))
+    assert sorted(got) == sorted(expected)

@@ -2,7 +2,10 @@
 
     scripts/coverage                      all of them; writes docs/model_classes.md and the line
                                           of docs/hugging_face.md that counts them
-    scripts/coverage --state FILE         the same in pieces: what FILE has is not tried again
+    scripts/coverage --state FILE         the same in pieces: cells that FILE has are not tried
+                                          again, but with --again those that are no number
+    scripts/coverage --seconds 240        ends after so many, and writes what there is
+    scripts/coverage --columns context    a few columns, by the beginnings of their names
     scripts/coverage olmo2 mixtral        a few, printed alone
     scripts/coverage --layouts            the layouts of all of them alone: minutes, and no step
 
@@ -15,7 +18,8 @@ import argparse
 import json
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -30,13 +34,40 @@ PAGE, SUMMARY = DOCS / "model_classes.md", DOCS / "hugging_face.md"
 BEGIN = "Of the "
 """Of the line that says it on both pages."""
 PIPE, TENSOR = ["parallel.pipe=2", "pipeline.microbatches=2"], ["parallel.tensor=2"]
+DATA = ["parallel.data=2"]
 AXES = {
-    "data 2": ["parallel.data=2"],
-    "ZeRO 3": ["parallel.data=2", "parallel.zero=3"],
+    "data 2": DATA,
+    "ZeRO 3": [*DATA, "parallel.zero=3"],
     "pipe 2": PIPE,
     "tensor 2": TENSOR,
     "pipe 2 x tensor 2": [*PIPE, *TENSOR],
+    "sequence parallel": [*TENSOR, "parallel.sequence_parallel=true"],
+    "context 2": ["parallel.context=2"],
+    "expert 2": [*DATA, "parallel.expert=2"],
+    "packed documents": ["data.target=tests.train.sources:PackedTokens"],
+    "LoRA": DATA,
+    "compile": ["train.compile=blocks", "train.compile_backend=aot_eager"],
+    "export": [*DATA, "parallel.zero=3"],
 }
+TEN = tuple(x for x in AXES if x not in ("data 2", "pipe 2 x tensor 2"))
+"""The columns whose share the page prints."""
+TWELVE = {
+    "Llama 4": ("llama4", "llama4_text"),
+    "Qwen 3, 3-Next, 3.5": ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_text"),
+    "DeepSeek V3, V4": ("deepseek_v3", "deepseek_v4"),
+    "GLM 4 MoE": ("glm4_moe",),
+    "Kimi": ("kimi_linear",),
+    "Gemma 3, 4": ("gemma3", "gemma3_text", "gemma4", "gemma4_text"),
+    "GPT-OSS": ("gpt_oss",),
+    "Mamba 2": ("mamba2",),
+    "OLMo 3": ("olmo3",),
+    "Nemotron-H": ("nemotron_h",),
+    "Mixtral": ("mixtral",),
+    "Phi": ("phi", "phi3", "phimoe"),
+}
+"""Families that come first, and whose share the page prints apart."""
+NOT_THERE = "does not apply: "
+"""Before why a column does not apply to a class."""
 _NO_LAYER_INPUT = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 WHOLE: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **_NO_LAYER_INPUT}},
@@ -116,13 +147,46 @@ def _merged(given: Mapping[Any, Any], more: Mapping[Any, Any]) -> dict[Any, Any]
     return {**given, **more, **{key: _merged(given[key], more[key]) for key in both}}
 
 
-def rows(pool: RankPool, wanted: list[str], axes: Mapping[str, list[str]] = AXES) -> Iterator[dict]:
-    """For each name its class, and by axis the difference or the reason of the refusal."""
+def exempt(small: Mapping[str, Any], axis: str) -> str | None:
+    """Why a column does not apply to a class with these settings; None: it does."""
+    if axis == "expert 2" and not any(_counts_experts(small)):
+        return "its config counts no experts"
+    return None
+
+
+def _counts_experts(settings: Mapping[str, Any]) -> Iterator[bool]:
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from _counts_experts(value)
+        yield "expert" in str(key) and type(value) is int and value > 1
+        yield key in ("moe_k", "moe_topk") and type(value) is int and value > 1
+
+
+def rows(
+    pool: RankPool,
+    wanted: list[str],
+    axes: Mapping[str, list[str]] = AXES,
+    known: Mapping[str, Mapping[str, Any]] | None = None,
+    is_over: Callable[[], bool] = lambda: False,
+) -> Iterator[dict]:
+    """For each name its class, and by axis the difference or the reason of the refusal.
+
+    known: cells that are not tried again, by name. is_over: whether to begin no other cell.
+    """
     for name in wanted:
         row: dict[str, Any] = {"name": name}
+        missing = {x: axes[x] for x in axes if x not in (known or {}).get(name, {})}
+        if not missing or "why" in (known or {}).get(name, {}):
+            continue
+        if is_over():
+            return
         with tempfile.TemporaryDirectory() as folder:
             at = f"{folder}/model"
             small, alone = settings(name), coverage_ranks.alone
+            for axis in list(missing):
+                if (why := exempt(small, axis)) is not None:
+                    row[axis] = NOT_THERE + why
+                    del missing[axis]
             if (why := pool(1).run(coverage_ranks.refused_settings, small)[0]) is not None:
                 yield {**row, "why": why}
                 continue
@@ -136,7 +200,12 @@ def rows(pool: RankPool, wanted: list[str], axes: Mapping[str, list[str]] = AXES
             if found is not None:
                 mode, truths[1] = found
                 row |= {} if mode == coverage_ranks.MODES[0] else {"mode": mode}
-            for axis, overrides in axes.items():
+            for axis, overrides in missing.items():
+                if is_over():
+                    break
+                if axis in SPECIAL:
+                    row[axis] = SPECIAL[axis](pool, at, truths, mode)
+                    continue
                 # ranks with data of their own count the routers' loss apart, if they have one
                 apart = "parallel.data=2" in overrides and name not in SHARED
                 if apart and truths and 2 not in truths:
@@ -150,10 +219,81 @@ def rows(pool: RankPool, wanted: list[str], axes: Mapping[str, list[str]] = AXES
                     why = _last_line(error)
                 if why is not None:
                     row["tensor 2"] = STOPPED + why
-            if any(isinstance(row[axis], float) and row[axis] > ROUNDED for axis in axes):
+            if any(isinstance(x := row.get(a), float) and x > ROUNDED for a in missing):
                 scaled = pool(1).run(alone, at, 1, steps, SCALE, mode)
                 row["spread"] = coverage_ranks.largest_difference(scaled, truths[1])
         yield row
+
+
+Truths = dict[int, coverage_ranks.Answer]
+
+
+def _packed(pool: RankPool, at: str, truths: Truths, mode: str) -> float | str:
+    """Documents of packed samples, beside transformers on each alone."""
+    if (why := pool(1).run(coverage_ranks.refused_documents, at)[0]) is not None:
+        return why
+    run = [f"model.hf={at}", *AXES["packed documents"]]
+
+    def truth() -> coverage_ranks.Answer:
+        given = at, 1, coverage_ranks.STEPS, 1.0, mode, True
+        return pool(1).run(coverage_ranks.alone, *given)[0]
+
+    return _compared(pool, run, truth, 1, mode)
+
+
+def _adapted(pool: RankPool, at: str, truths: Truths, mode: str) -> float | str:
+    """Adapters on all linear layers of the blocks, beside peft."""
+    names = pool(1).run(coverage_ranks.adapted_layers, at)[0]
+    run = [f"model.hf={at}", *DATA, f"model.lora={{r: 2, alpha: 4, target: {json.dumps(names)}}}"]
+    if (why := pool(1).run(coverage_ranks.refusal, run, 2)[0]) is not None:
+        return why
+
+    def truth() -> coverage_ranks.Answer:
+        initial = pool(2).run(coverage_ranks.initial, run)
+        options = {"r": 2, "lora_alpha": 4, "target_modules": names}
+        return pool(1).run(coverage_ranks.lora_truth, at, initial, options, 1, mode)[0]
+
+    return _compared(pool, run, truth, 2, mode)
+
+
+def _compiled(pool: RankPool, at: str, truths: Truths, mode: str) -> float | str:
+    """Blocks of one graph each, in one process."""
+    return tried(pool, [f"model.hf={at}", *AXES["compile"]], truths.get(1), 1, mode)
+
+
+def _exported(pool: RankPool, at: str, truths: Truths, mode: str) -> float | str:
+    """The folder that a checkpoint of two ranks becomes, as transformers reads it."""
+    overrides = AXES["export"]
+    if (why := pool(1).run(coverage_ranks.refusal, [f"model.hf={at}", *overrides], 2)[0]):
+        return why
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            pool(2).run(coverage_ranks.export, at, folder, overrides)
+            return pool(1).run(coverage_ranks.exported_difference, at, f"{folder}/out")[0]
+        except Exception as error:
+            return STOPPED + _last_line(error)
+
+
+def _compared(
+    pool: RankPool,
+    run: list[str],
+    truth: Callable[[], coverage_ranks.Answer],
+    size: int,
+    mode: str,
+) -> float | str:
+    try:
+        return tried(pool, run, truth(), size, mode)
+    except Exception as error:
+        return STOPPED + _last_line(error)
+
+
+SPECIAL: dict[str, Callable[[RankPool, str, Truths, str], float | str]] = {
+    "packed documents": _packed,
+    "LoRA": _adapted,
+    "compile": _compiled,
+    "export": _exported,
+}
+"""Columns with a truth of their own."""
 
 
 def layouts_alone(pool: RankPool, wanted: list[str]) -> Iterator[tuple[str, str]]:
@@ -177,7 +317,8 @@ def layouts_alone(pool: RankPool, wanted: list[str]) -> Iterator[tuple[str, str]
 
 def _size(overrides: list[str]) -> int:
     """Ranks of a layout of two along each axis."""
-    return 2 ** sum(x in ("parallel.data=2", PIPE[0], TENSOR[0]) for x in overrides)
+    two = ("parallel.data=2", PIPE[0], TENSOR[0], "parallel.context=2")
+    return 2 ** sum(x in two for x in overrides)
 
 
 def tried(
@@ -221,12 +362,42 @@ def summary(found: list[dict[str, Any]]) -> str:
     )
 
 
+def shares(found: list[dict[str, Any]]) -> str:
+    """The share of the ten columns that is right: of all cells, of those that apply, and of the
+    families that come first."""
+    first = {name for names_ in TWELVE.values() for name in names_}
+    texts = [
+        f"{what}: {_share([row for row in found if row['name'] in some])}"
+        for what, some in (("All classes", {row["name"] for row in found}), ("Twelve", first))
+    ]
+    return "\n\n".join(texts)
+
+
+def _share(found: list[dict[str, Any]]) -> str:
+    cells = [(row, axis) for row in found for axis in TEN]
+    right = sum(is_right(row, axis) for row, axis in cells)
+    apart = sum(str(row.get(axis, "")).startswith(NOT_THERE) for row, axis in cells)
+    apply = max(len(cells) - apart, 1)
+    return (
+        f"{right} of {len(cells)} cells of ten columns are right ({right / max(len(cells), 1):.1%})"
+        f", of the {apply} that apply {right / apply:.1%}"
+    )
+
+
 def page(found: list[dict[str, Any]]) -> str:
     """The table as a page."""
     head = [
         "# Classes of transformers, one by one",
         "",
         summary(found),
+        "",
+        shares(found),
+        "",
+        f"The ten are {', '.join(TEN)}. The twelve families: "
+        + "; ".join(f"{family} ({', '.join(some)})" for family, some in TWELVE.items())
+        + ". *does not apply* stands where the config counts no experts, and nowhere else: "
+        + (", ".join(f"`{row['name']}`" for row in found if _is_exempt(row)) or "no class")
+        + ".",
         "",
         "`scripts/coverage` writes this page: each class made small, three AdamW steps in float64 "
         "on two ranks beside transformers in one process; losses, gradients and weights. "
@@ -248,6 +419,10 @@ def page(found: list[dict[str, Any]]) -> str:
     return "\n".join([*head, *lines]) + "\n"
 
 
+def _is_exempt(row: Mapping[str, Any]) -> bool:
+    return any(str(row.get(axis, "")).startswith(NOT_THERE) for axis in TEN)
+
+
 def is_right(row: Mapping[str, Any], axis: str) -> bool:
     """Whether a class trains along an axis, and as one process does."""
     value = row.get(axis)
@@ -264,13 +439,23 @@ def _cell(row: Mapping[str, Any], axis: str) -> str:
     return "ok, float32 within" if is_right(row, axis) else f"**wrong**: off by {value:.1e}"
 
 
+def _is_settled(value: object) -> bool:
+    """Whether a cell need not be tried again: it is a number, or does not apply."""
+    return isinstance(value, float) or str(value).startswith(NOT_THERE)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--state", type=Path)
     parser.add_argument("--layouts", action="store_true")
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--seconds", type=float)
+    parser.add_argument("--columns", nargs="*", default=[""])
     asked = parser.parse_args()
     wanted = asked.names or names()
+    ends = None if asked.seconds is None else time.monotonic() + asked.seconds
+    axes = {x: AXES[x] for x in AXES if x.startswith(tuple(asked.columns))}
     if asked.layouts:
         with RankPool(preload=PRELOAD) as pool:
             for name, found in layouts_alone(pool, wanted):
@@ -278,16 +463,27 @@ def main() -> None:
         return
     done: dict[str, dict[str, Any]] = {}
     if asked.state is not None and asked.state.exists():
-        done = {r["name"]: r for r in map(json.loads, asked.state.read_text().splitlines())}
+        for row in map(json.loads, asked.state.read_text().splitlines()):
+            done.setdefault(row["name"], {}).update(row)
+    known = done
+    if asked.again:
+        known = {
+            name: {x: value for x, value in row.items() if x not in axes or _is_settled(value)}
+            for name, row in done.items()
+        }
+    first = [name for names_ in TWELVE.values() for name in names_]
+    ordered = sorted(wanted, key=lambda name: name not in first)
     with RankPool(preload=PRELOAD) as pool:
-        for row in rows(pool, [name for name in wanted if name not in done]):
-            done[row["name"]] = row
+        for row in rows(
+            pool, ordered, axes, known, lambda: ends is not None and time.monotonic() > ends
+        ):
+            done.setdefault(row["name"], {}).update(row)
             print(json.dumps(row), flush=True)
             if asked.state is not None:
                 with asked.state.open("a") as file:
                     file.write(json.dumps(row) + "\n")
     if not asked.names:
-        found = [done[name] for name in wanted]
+        found = [done.get(name, {"name": name}) for name in wanted]
         PAGE.write_text(page(found), encoding="utf-8")
         old = SUMMARY.read_text(encoding="utf-8").splitlines()
         new = [summary(found) if line.startswith(BEGIN) else line for line in old]

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.train import parity
-from tests.train.sources import UnevenTokens
+from tests.train.lora_ranks import peft_model, plain
+from tests.train.sources import PackedTokens, UnevenTokens
 from tests.train.transformers_ranks import everywhere_float64, whole
 from torchdistpackage.checkpoint.parts import TopologyRank
 from torchdistpackage.config.errors import ConfigErrors
@@ -19,8 +20,11 @@ from torchdistpackage.ddp.sharded import ShardedOptimizer
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.models.find_split import find_split, shape_of
 from torchdistpackage.models.shrunk_config import VOCAB
-from torchdistpackage.models.transformers_layout import layouts, shape_of_section
+from torchdistpackage.models.lora_layout import linear_layers
+from torchdistpackage.models.model_spec import ModelUse
+from torchdistpackage.models.transformers_layout import layouts, shape_of_section, weights
 from torchdistpackage.models.transformers_meta import build_options, known_settings
+from torchdistpackage.models.transformers_refusals import refusals
 from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.tools.undisturbed import keep_random_states
 from torchdistpackage.train.decay import decaying
@@ -61,6 +65,62 @@ def refusal(overrides: list[str], size: int) -> str | None:
     except ConfigError as error:
         return str(error)
     return None
+
+
+def refused_documents(folder: str) -> str | None:
+    """Why documents of a packed sample are refused; None: they are not."""
+    shape = shape_of_section({"hf": folder}, SEQ_LEN, False)
+    found = refusals(shape, ModelUse(SEQ_LEN, document_masks=True))
+    return "; ".join(text for _, text in found) or None
+
+
+def bits_that_leak(folder: str, mode: str = MODES[0]) -> list[str]:
+    """Parameters of which a bit of the gradient of one document changes with the one before it."""
+    dtype = "float32" if mode == "float32" else "float64"
+    run = parity.trainer([*RUN, f"precision.dtype={dtype}", f"model.hf={folder}"])
+    model: Any = run.stage["0"]
+    assert not model.shape.documents_way.problem  # tried before all is float64
+    ids = torch.arange(SEQ_LEN)[None] % (VOCAB - 4) + 2
+    positions = torch.cat((torch.arange(5), torch.arange(SEQ_LEN - 5)))[None]
+    targets = torch.where(torch.arange(SEQ_LEN)[None] < 5, -100, ids.flip(1))
+    both: list[dict[str, Tensor]] = []
+    for other in (ids, torch.cat((ids[:, :5].flip(1) + 1, ids[:, 5:]), 1)):
+        model.zero_grad()
+        with computing(mode), run.reducer.no_sync():
+            total, _ = model.loss(model(other, positions), targets)
+            total.backward()
+        named = model.named_parameters()
+        both.append({n: p.grad.clone() for n, p in named if p.grad is not None})
+    run.close()
+    one, two = both
+    # of an embedding, rows of tokens that changed have no gradient in either
+    return sorted(name for name, x in one.items() if not x.equal(two[name]))
+
+
+def adapted_layers(folder: str) -> list[str]:
+    """Names of the linear layers that adapters go on."""
+    return sorted(linear_layers(weights(shape_of_section({"hf": folder}, SEQ_LEN, False))))
+
+
+def lora_truth(
+    folder: str, initial: list[parity.Held], options: dict[str, Any], parts: int, mode: str
+) -> Answer:
+    """Steps of transformers and peft in one process, from these adapters."""
+    begins = {n: x for n, x in parity.whole(initial).items() if ".lora_" in n}
+    return alone(folder, parts, mode=mode, adapters=(begins, options))
+
+
+def exported_difference(folder: str, exported: str) -> float | str:
+    """How far what transformers reads of an exported folder is off what it reads of `folder`."""
+    from transformers import AutoModelForCausalLM
+
+    both = []
+    for where in (folder, exported):
+        model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float64)
+        both.append(model.state_dict())
+    if both[0].keys() != both[1].keys():
+        return f"names differ: {sorted(both[0].keys() ^ both[1].keys())[:3]}"
+    return max(float((x - both[1][name]).abs().max()) for name, x in both[0].items())
 
 
 def make_folder(settings: dict[str, Any], folder: str) -> str:
@@ -115,18 +175,26 @@ def alone(
     num_steps: int = STEPS,
     scale: float = 1.0,
     mode: str = MODES[0],
+    is_packed: bool = False,
+    adapters: tuple[dict[str, Tensor], dict[str, Any]] | None = None,
 ) -> Answer:
     """Steps of transformers' model in one process, without this package. parts: see `loss_of`.
 
     The loss is multiplied by `scale` before its backward and gradients are divided by it after.
+    is_packed: samples are documents, each run alone. adapters: those of peft alone are trained,
+    from these values, with these options.
     """
     from transformers import AutoModelForCausalLM
 
     section = parity.config([*RUN, f"model.hf={folder}"])
     dtype = torch.float32 if mode == "float32" else torch.float64
-    model = AutoModelForCausalLM.from_pretrained(folder, **build_options(dtype)).train()
-    tied, fixed = getattr(model, "all_tied_weights_keys", {}), _fixed(model)
-    named = {tied.get(name, name): p for name, p in model.named_parameters() if name not in fixed}
+    if adapters is None:
+        model = AutoModelForCausalLM.from_pretrained(folder, **build_options(dtype)).train()
+        tied, fixed = getattr(model, "all_tied_weights_keys", {}), _fixed(model)
+        named = {tied.get(n, n): p for n, p in model.named_parameters() if n not in fixed}
+    else:
+        model = peft_model(folder, *adapters, dtype=dtype)
+        named = {plain(n): p for n, p in model.named_parameters() if p.requires_grad}
     optim, decay = section.optim, section.optim.weight_decay
     shrinks = {model.get_parameter(name) for name in decaying(model)}
     groups = [
@@ -134,12 +202,16 @@ def alone(
         {"params": [p for p in named.values() if p not in shrinks], "weight_decay": 0.0},
     ]
     adam = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
-    data, gradients, losses = UnevenTokens(SEQ_LEN, VOCAB), [], []
+    kind = PackedTokens if is_packed else UnevenTokens
+    data, gradients, losses = kind(SEQ_LEN, VOCAB), [], []
     for step in range(1, num_steps + 1):
-        ids, targets = data.batch("train", section.run.seed, step, 0, 1, BATCH)
+        ids, targets, *positions = data.batch("train", section.run.seed, step, 0, 1, BATCH)
         adam.zero_grad()
         with computing(mode):
-            loss = loss_of(model, ids, targets, parts)
+            if is_packed:
+                loss = loss_of_documents(model, ids, targets, positions[0])
+            else:
+                loss = loss_of(model, ids, targets, parts)
             (loss * scale).backward()
         for parameter in named.values():
             if parameter.grad is not None and scale != 1.0:
@@ -175,10 +247,26 @@ def loss_of(model: nn.Module, ids: Tensor, targets: Tensor, parts: int) -> Tenso
     return total / (targets != -100).sum()
 
 
+def loss_of_documents(
+    model: nn.Module, ids: Tensor, targets: Tensor, position_ids: Tensor
+) -> Tensor:
+    """The mean of the tokens' losses, each document alone."""
+    total = torch.zeros((), dtype=torch.float64)
+    for row, wanted, positions in zip(ids, targets, position_ids, strict=True):
+        lengths = (positions == 0).nonzero().flatten().tolist()
+        ends = [*lengths[1:], len(row)]
+        for begin, end in zip(lengths, ends, strict=True):
+            output: Any = model(input_ids=row[None, begin:end], use_cache=False, return_dict=True)
+            total = total + F.cross_entropy(output.logits[0], wanted[begin:end], reduction="sum")
+    return total / (targets != -100).sum()
+
+
 def steps(overrides: list[str], num_steps: int = STEPS, mode: str = MODES[0]) -> Answer:
     """The same on this rank of a layout."""
     dtype = "float32" if mode == "float32" else "float64"
     run = parity.trainer([*RUN, f"precision.dtype={dtype}", *overrides])
+    for stage in run.stage.values():  # tried before all is float64
+        _ = stage.shape.documents_way  # type: ignore[attr-defined]
     plain = run.accumulate
 
     def accumulate(*args: Any, **how: Any) -> Tensor:

@@ -53,12 +53,17 @@ def plain(name: str) -> str:
     return name
 
 
-def peft_model(folder: str, initial: dict[str, torch.Tensor], options: dict):
-    """transformers' model with peft's adapters, which have these values, in float64."""
+def peft_model(
+    folder: str,
+    initial: dict[str, torch.Tensor],
+    options: dict,
+    dtype: torch.dtype = torch.float64,
+):
+    """transformers' model with peft's adapters, which have these values."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, **build_options(torch.float64))
+    model = AutoModelForCausalLM.from_pretrained(folder, **build_options(dtype))
     with quiet():
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options)).train()
     with torch.no_grad():

@@ -36,6 +36,24 @@ class UnevenTokens:
         return ids[:-1], targets
 
 
+class PackedTokens(UnevenTokens):
+    """The same, of three documents a sample, which begin elsewhere in each: positions from 0."""
+
+    def batch(self, split, seed, step, data_index, num_data, per_rank, *, first=0):
+        ids, targets = super().batch(
+            split, seed, step, data_index, num_data, per_rank, first=first
+        )
+        samples = range(first + data_index * per_rank, first + (data_index + 1) * per_rank)
+        rows = [self.lengths(i) for i in samples]
+        positions = [torch.cat([torch.arange(n) for n in lengths]) for lengths in rows]
+        return ids, targets, torch.stack(positions)
+
+    def lengths(self, sample: int) -> tuple[int, int, int]:
+        """Of the documents of a sample."""
+        one = 2 + sample % (self.seq_len - 5)
+        return one, 3, self.seq_len - 3 - one
+
+
 class Misbehaving(UnevenTokens):
     """The same, but one rank ends, exits, stops or raises when it is asked for one step."""
 

@@ -201,13 +201,47 @@ def test_modules_of_transformers_take_them_in_parts(ranks, where, tmp_path, name
     expect_equal(ranks, where, model, layout, 4)
 
 
-@pytest.mark.parametrize("name", ["bloom", "falcon, alibi"])
-def test_what_counts_distances_across_a_sample_is_refused(where, tmp_path, name):
-    run = parity.config([*RUN, *where, f"model.hf={config_json(tmp_path, name)}"])
-    with pytest.raises(
-        ConfigError, match=r"data\.document_masks=true: .* across a whole sample; set it"
-    ):
-        make_plan(run, 1)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("bloom", ["parallel.pipe=2"]),
+        pytest.param("falcon, alibi", ["parallel.tensor=2"], marks=pytest.mark.full),
+        pytest.param("bloom", ["train.recompute=blocks", "parallel.data=2"], marks=pytest.mark.full),
+    ],
+)
+def test_documents_whose_distances_are_counted_get_rows_of_their_own(
+    ranks, where, tmp_path, name, layout
+):
+    layout = layout if name == "bloom" else ["parallel.data=2"]  # one key-value head
+    alone = [*layout, "pipeline.microbatches=1"] if "parallel.data=2" in layout else layout
+    expect_equal(ranks, where, [f"model.hf={config_json(tmp_path, name)}"], alone, 2)
+
+
+def of_an_epoch(folder: str, packing: str) -> tuple[float, int]:
+    """(Sum of the tokens' losses, their number) of all documents, one sample after another."""
+    run = parity.trainer([*RUN[:-3], *ROTARY, "data.name=python_stdlib", "data.packing=auto"])
+    source = pairs(Path(folder), [(t[:8], t[8:60] + "x") for t in sentences(60)])
+    options = {"vocab": 300, "seq_len": 32, "global_batch": 4, "val_fraction": 0.0}
+    data = PackedDataset(
+        tokenized(source, Path(folder) / "cache"),
+        packing=packing,
+        document_masks=packing != "none",
+        **options,
+    )
+    total, number = 0.0, 0
+    for sample in range(data.num_samples["train"]):
+        ids, targets, *positions = data.batch("train", 1, 1, 0, 1, 1, first=sample)
+        model = run.stage["0"]
+        loss, count = model.loss(model(ids, *positions), targets)
+        total, number = total + loss.item(), number + int(count)
+    run.close()
+    return total, number
+
+
+def test_chats_of_a_row_each_have_the_loss_of_packed_ones(ranks, tmp_path):
+    ((alone, number),) = ranks(1).run(of_an_epoch, str(tmp_path), "none")
+    ((packed, same),) = ranks(1).run(of_an_epoch, str(tmp_path), "whole")
+    assert number == same > 500 and alone == pytest.approx(packed, rel=1e-12)
 
 
 def test_without_masks_they_are_not(ranks, where):

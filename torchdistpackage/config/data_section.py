@@ -335,7 +335,8 @@ class DataSection(NamedSection):
         default="auto",
         description="How documents fill samples: wrapped cuts at every seq_len tokens, and the "
         "rest of a document starts the next sample; whole cuts no document that fits in a sample; "
-        "auto: whole if prompts are masked, else wrapped.",
+        "none gives each document, or chat, a sample of its own, with padding behind it; auto: "
+        "whole if prompts are masked, else wrapped.",
     )
     dtype: k.TokenDtype = Field(
         default="uint16", description="Type of the token ids in the file of name: tokens."

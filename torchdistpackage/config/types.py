@@ -465,7 +465,7 @@ EvalSets = Annotated[
     dict[FolderName, Path],
     Expected("a mapping of names, as those of folders, to paths, e.g. {web: data/web.jsonl}"),
 ]
-Packing = Literal["auto", "wrapped", "whole"]
+Packing = Literal["auto", "wrapped", "whole", "none"]
 TokenDtype = Literal["uint8", "uint16", "uint32"]
 TextEnd = Literal["auto", "on", "off"]
 

@@ -22,19 +22,30 @@ class WholeOrder(NamedTuple):
 
 
 def pack_whole(
-    documents: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], seq_len: int
+    documents: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    seq_len: int,
+    *,
+    alone: bool = False,
 ) -> WholeOrder:
     """Return samples of up to `seq_len` + 1 tokens; the last of these serves as a target only.
 
     lengths: tokens of each of `documents`. Documents of equal length keep their order. A document
     longer than a sample fills as many samples as it can; each of these begins with the last token
     of the sample before. Its rest is packed like a document.
+
+    alone: no sample has two documents; one without a token to predict is left out.
     """
+    if alone:
+        kept = lengths > 1
+        documents, lengths = documents[kept], lengths[kept]
     room = seq_len + 1
     # a long document first fills samples by itself; they come before its rest
     num_full = np.maximum(-(-(lengths - room) // seq_len), 0)
     rests = lengths - num_full * seq_len
-    bins = best_fit(rests, room, first=np.flatnonzero(num_full))
+    bins = [[i] for i in range(len(rests))]
+    if not alone:
+        bins = best_fit(rests, room, first=np.flatnonzero(num_full))
     order = np.asarray([i for each in bins for i in each], np.int64)
     ends = np.cumsum(lengths[order])
     last = np.cumsum([len(each) for each in bins]) - 1

@@ -45,8 +45,8 @@ class PackedDataset:
     global_batch: samples in a step, or in a batch of a validation. val_fraction: fraction of the
     documents that only validation sees, see `split_documents`; validation begins again after its
     last sample. 1: all documents, without training; 0: none.
-    packing: `wrapped` cuts documents where a sample ends, `whole` does not, and `auto` is `whole`
-    if prompts do not count. document_masks: batches have position_ids, from 0 in each piece of a
+    packing: `wrapped` cuts documents where a sample ends, `whole` does not, `none` also puts no two
+    into one sample, and `auto` is `whole` if prompts do not count. document_masks: batches have position_ids, from 0 in each piece of a
     document, see `DataBatch`.
 
     Raises:
@@ -69,7 +69,9 @@ class PackedDataset:
         self.seq_len = seq_len
         self._global_batch = global_batch
         self._document_masks = document_masks
-        self._packs_whole = packing == "whole" or (packing == "auto" and text.prompts is not None)
+        is_whole = packing in ("whole", "none")
+        self._packs_whole = is_whole or (packing == "auto" and text.prompts is not None)
+        self._is_alone = packing == "none"
         self.split = split_documents(text, val_fraction)
         self._trains = val_fraction < 1
         self._ranges: Sequence[range] = (range(seq_len),)
@@ -201,7 +203,9 @@ class PackedDataset:
             return DocumentOrder(
                 documents, ends, begins, np.minimum(begins + self.seq_len + 1, total)
             )
-        documents, begins, stops = pack_whole(documents, part.lengths[documents], self.seq_len)
+        documents, begins, stops = pack_whole(
+            documents, part.lengths[documents], self.seq_len, alone=self._is_alone
+        )
         if split == "train":
             order = shuffled(np.arange(len(begins)), seed_from("samples", seed, epoch))
             begins, stops = begins[order], stops[order]

@@ -20,10 +20,6 @@ from torchdistpackage.families.table import (
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.table import LayerCut, SplitTable
 
-ATTENDS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
-"""Families without a table whose ranks can share sequences."""
-UNSEEN = "it has no table here, and nobody has seen how it attends"
-"""Reason why a sequence cannot be split."""
 WIDE_WEIGHTS = ("mixtral",)
 """Families whose routers leave the weights of a token's experts in float32 under autocast."""
 SAMPLED = {
@@ -67,7 +63,6 @@ def family(model: FoundModel) -> Family:
         lambda _: [] if model.refused is None else [model.refused],
         output="",
         documents=model.documents,
-        own_attention=model.own_attention,
         aliases=model.aliases,
         buffers=model.buffers,
         unreached=model.unreached,

@@ -21,6 +21,38 @@ from torchdistpackage.layout.table import (
 )
 
 Documents = Literal["positions", "mask", "distances", "padding", "not"]
+
+
+@dataclass(frozen=True, slots=True)
+class ContextWay:
+    """How the ranks of a context group share the sequences of a class.
+
+    attends: by our attention over `parts`, or by the class's own over all ranks' `keys`.
+    gathered: names of classes of modules that get the whole sequence.
+    swaps: these get all of some samples, where the ranks can share the samples evenly.
+    positions: its forward is given the positions of this rank's tokens.
+    problem: why no way is right; empty: this one is.
+    """
+
+    attends: Literal["parts", "keys"] = "parts"
+    gathered: tuple[str, ...] = ()
+    swaps: bool = True
+    positions: bool = True
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentsWay:
+    """How the documents of a packed sample are kept apart.
+
+    by: see `Family`; "rows": each gets a row of its own. problem: why they are not; empty: they
+    are.
+    """
+
+    by: Literal["positions", "mask", "rows", "padding", "not"]
+    problem: str = ""
+
+
 Settings = Mapping[str, Any]
 """Settings of a config.json, with the family's defaults for missing ones."""
 
@@ -291,7 +323,6 @@ class FoundModel:
     around: what its stages run beside their blocks.
     auxiliary: the factor of its routers' loss in the loss, 0 without one.
     positions: its longest sequence, if its settings say so.
-    own_attention: see `Family`.
     shared_experts: of each block, if ranks can share them; 0: they cannot.
     top_k: of them, those that a token goes to.
     experts_alone: tensor ranks and ranks of `expert` cannot share them at once.
@@ -315,7 +346,6 @@ class FoundModel:
     around: StageSides
     auxiliary: float
     positions: int | None
-    own_attention: str = ""
     shared_experts: int = 0
     top_k: int = 0
     experts_alone: bool = False
@@ -378,7 +408,7 @@ class Family:
     how those of one sample are kept apart: transformers makes a mask of position_ids ("positions"),
     or has to be given one ("mask"); it counts distances across a sample ("distances"), or cannot be
     told where one ends ("not"); "padding": as "not", but behind the one document of a sample its
-    padding is left out of attention. own_attention: why its attention cannot be over parts of a
+    padding is left out of attention. own_attention: why our own attention over parts of a
     sequence; "": it can. order: how a block runs its layers, see `BlockOrder`. nullable: settings
     that are null in a config.json that transformers takes, whatever their default: a switch is off
     then, key-value heads are as many as heads.

@@ -38,6 +38,7 @@ class ModelUse:
     num_class_weights: int = 0
     only_distils: bool = False
     is_embedding: bool = False
+    tp_comm_overlap: bool = False
 
     @classmethod
     def of(cls, config: RunConfig, num_stages: int = 1) -> Self:
@@ -55,6 +56,7 @@ class ModelUse:
             len(config.data.class_weights),
             config.train.distill.is_on and config.train.distill.kd_ratio == 1,
             config.data.is_embedding,
+            p.tp_comm_overlap,
         )
 
 

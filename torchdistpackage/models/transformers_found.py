@@ -20,11 +20,9 @@ from torch import Tensor, nn
 from torchdistpackage.config.head_tasks import ModelHead, is_head
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.families.found import (
-    ATTENDS,
     BESIDE,
     SAMPLED,
     TRAINED,
-    UNSEEN,
     active_share,
     chosen_experts,
     family,
@@ -185,7 +183,6 @@ def _found(model: Any, config: Any, tried: "_Tried", head: ModelHead | None = No
         around=tried.around,
         auxiliary=tried.auxiliary,
         positions=positions,
-        own_attention="" if config.model_type in ATTENDS else UNSEEN,
         shared_experts=numbers.pop() if is_shared else 0,
         top_k=top_k,
         experts_alone=not all(map(is_gated_mlp, stacks.values())),

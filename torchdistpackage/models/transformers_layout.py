@@ -15,7 +15,15 @@ from torchdistpackage.config.head_tasks import WITHOUT_HEAD, ModelHead
 from torchdistpackage.config.hugging_face import ORIGINAL, read_config, rope_parameters
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.families.registry import FAMILIES
-from torchdistpackage.families.table import Documents, Family, Sizes, Weight, Weights
+from torchdistpackage.families.table import (
+    ContextWay,
+    Documents,
+    DocumentsWay,
+    Family,
+    Sizes,
+    Weight,
+    Weights,
+)
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.partition import share_heads_evenly
 from torchdistpackage.layout.rope import scaled_length
@@ -25,8 +33,10 @@ from torchdistpackage.models.lora_layout import Lora
 from torchdistpackage.models.transformers_heads import config_with_head, has_bias, with_head
 
 _FOUND = "torchdistpackage.models.transformers_found:found_family"
+_CONTEXT = "torchdistpackage.models.transformers_context:found_context"
+_DOCUMENTS = "torchdistpackage.models.transformers_documents:found_documents"
 _IS_CAUSAL = "torchdistpackage.models.transformers_found:is_causal"
-"""Import path of the reader for families without a table, loaded late because it needs torch."""
+"""Import paths of what reads or tries a class, loaded late because it needs torch."""
 _MOST = 1 << 24
 """Largest accepted size; a larger one is a typing error."""
 
@@ -68,6 +78,32 @@ class TransformersShape:
     def tables(self) -> dict[str, list[Weights]]:
         """The tables that `parts` has built, by the tensor ranks' axis."""
         return {}
+
+    @property
+    def has_table(self) -> bool:
+        """Whether the family has a table, and is not read from transformers' modules."""
+        return self.family in FAMILIES
+
+    @cached_property
+    def context_way(self) -> ContextWay:
+        """How context ranks share its sequences, tried on a small copy where no table says it."""
+        if self.has_table and not self.kind.own_attention:
+            return ContextWay()
+        if self.head is not None and not self.has_table:
+            return ContextWay(problem=f"no way was tried for {self.class_name}, which has a head")
+        return resolve(_CONTEXT)(self.given)
+
+    @cached_property
+    def documents_way(self) -> DocumentsWay:
+        """How documents of one sample are kept apart, tried on a small copy where no table says
+        it.
+        """
+        by = documents_by(self)
+        if by == "distances":  # counted from the beginning of a row
+            return DocumentsWay("rows")
+        if self.has_table or self.head is not None:
+            return DocumentsWay(by)
+        return resolve(_DOCUMENTS)(self.given)
 
     @cached_property
     def packed(self) -> frozenset[str]:
@@ -200,7 +236,9 @@ def context_problem(shape: TransformersShape) -> str:
     kind = rope.get("rope_type", rope.get("type"))
     if kind in ("dynamic", "longrope"):
         return f"its positions (rope type {kind}) depend on the length of what is seen"
-    return shape.kind.own_attention
+    if shape.kind.auxiliary and not shape.kind.counts_routers:
+        return "the loss of its routers (output_router_logits) is of whole sequences"
+    return shape.context_way.problem
 
 
 def documents_by(shape: TransformersShape) -> Documents:

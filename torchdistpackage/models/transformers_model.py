@@ -28,8 +28,10 @@ from torchdistpackage.layout.mark import mark_of, mark_parameter
 from torchdistpackage.layout.partition import even_sizes
 from torchdistpackage.lazy import resolve
 from torchdistpackage.models import transformers_meta
+from torchdistpackage.models.document_rows import DocumentRows
 from torchdistpackage.models.lora_layout import ADAPTER_FILES
 from torchdistpackage.models.transformers_cache import TransformersCache
+from torchdistpackage.models.transformers_calls import arguments_of
 from torchdistpackage.models.transformers_experts import (
     expert_group,
     mesh_index_of,
@@ -41,7 +43,6 @@ from torchdistpackage.models.transformers_folder import folder_of
 from torchdistpackage.models.transformers_layout import (
     TransformersShape,
     buffers,
-    documents_by,
     global_name,
     layouts,
     split_table,
@@ -69,11 +70,12 @@ from torchdistpackage.parallel.auto.draws import (
     draws_as,
     may_draw,
 )
-from torchdistpackage.parallel.context.hugging_face import attend_over, inputs_of
+from torchdistpackage.parallel.context.hugging_face import attend_over, attending, inputs_of
 from torchdistpackage.parallel.context.model import ContextSequence
 from torchdistpackage.parallel.pipeline.partition.hf_decoder import DecoderStage, decoder_stage
 from torchdistpackage.parallel.tensor.attention import SequenceAttention, document_mask
 from torchdistpackage.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from torchdistpackage.parallel.tensor.block_slices import let_see_all
 from torchdistpackage.parallel.tensor.init import Initial, initialize
 from torchdistpackage.parallel.tensor.layouts import Layouts
 from torchdistpackage.parallel.tensor.parallelize import parallelize
@@ -119,21 +121,29 @@ def stage(
     model = on_meta(shape, dtype)
     for path in shape.kind.unreached:  # a tower of images, where texts are read
         model.get_submodule(path).requires_grad_(False)
+    takes = frozenset(arguments_of(model, {"position_ids": None, "use_cache": None}))
+    slices_blocks = shape.sequence_parallel and not shape.has_table
+    if slices_blocks and group is not None and group.size() > 1:
+        # before the stage is cut, whose gates are to stand around them
+        let_see_all(model.get_submodule(shape.kind.blocks), group)
     decoder = _blocks_of(model, shape, range(shape.sizes.layers) if pieces is None else pieces)
     if group is not None and group.size() == 1:
         group = None
     if group is not None:
         table = split_table(shape, axis)
         parallelize(decoder, table, group, axis=axis, tp_comm_overlap=tp_comm_overlap)
-        draw_apart(decoder, table, shape.kind.blocks if shape.sequence_parallel else "")
+        sliced = shape.sequence_parallel and shape.has_table
+        draw_apart(decoder, table, shape.kind.blocks if sliced else "")
         if shape.sequence_parallel:
             decoder.share_sequences(group)
     if isinstance(sequence, ContextSequence):
-        attend_over(decoder, sequence)
+        way = shape.context_way
+        attend_over(decoder, sequence, way.attends, way.gathered, way.swaps)
     experts = expert_group()
     if shape.kind.shared_experts and experts is not None:
         share_experts(decoder, layouts(shape, axis=axis), experts, group)
     built = TransformersStage(decoder, shape, group, axis, stage_of, sequence)
+    built.takes = takes
     _check_shapes(built, *mesh_index_of(group, axis))
     if shape.packed:
         built.to_pack = weights_to_pack(built, shape)
@@ -168,7 +178,8 @@ def on_meta(shape: TransformersShape, dtype: torch.dtype | None = None) -> Any:
 def _blocks_of(model: Any, shape: TransformersShape, pieces: range) -> Any:
     """Return the stage of `model` with the blocks `pieces`, or `model` if it is in one piece."""
     # a model need not be able to go on from activations, but masks of documents need a stage
-    if len(pieces) == shape.sizes.layers and shape.kind.documents in ("padding", "not"):
+    is_cut = len(pieces) != shape.sizes.layers or shape.sequence_parallel
+    if not is_cut and shape.kind.documents in ("padding", "not"):
         return model
     sides = shape.kind.sides
     return decoder_stage(model, pieces, sides and neighbours(model, sides))
@@ -276,6 +287,8 @@ class TransformersStage(nn.Module):
         self._routers = {"output_router_logits": True} if self._auxiliary else {}
         self._top_k = shape.kind.top_k if shape.kind.counts_routers else 0
         self._cached: dict[str, Any] = {}
+        self.takes: frozenset[str] = frozenset()
+        """Keywords beside the mask that the forward of the whole class names."""
         self.to_pack: dict[str, str] = {}
         """Local name -> global name of weights in 4 bits, on meta until a folder is read."""
         self._returns_hidden, self._hidden = False, torch.empty(0)
@@ -345,19 +358,22 @@ class TransformersStage(nn.Module):
         position_ids: (B, S) int64 of whole sequences, from 0 in each document of a sample; no
             token sees another document. Where the model masks padding only the first one is text.
         """
+        rows: DocumentRows | None = None
+        if position_ids is not None and self.shape.documents_way.by == "rows":
+            rows, position_ids = DocumentRows(position_ids), None
+            x = rows.apart(x)
         outputs = self._outputs(x, position_ids)
-        if not self._returns_hidden:
-            return outputs
-        hidden, self._hidden = self._hidden, torch.empty(0)
-        return hidden
+        if self._returns_hidden:
+            outputs, self._hidden = self._hidden, torch.empty(0)
+        return outputs if rows is None else rows.joined(outputs)
 
     def _outputs(self, x: Tensor, position_ids: Tensor | None) -> Outputs:
         mask: Tensor | None = None
-        by = None if position_ids is None else documents_by(self.shape)
-        if by in ("distances", "not"):
+        by = None if position_ids is None else self.shape.documents_way.by
+        if by == "not":
             raise DataError(
-                f"the data has position_ids, but {self.shape.family} counts distances (ALiBi) "
-                f"across a sample; return ids and targets alone"
+                f"the data has position_ids, but {self.shape.family} cannot keep documents apart: "
+                f"{self.shape.documents_way.problem}; return ids and targets alone"
             )
         if by == "mask":
             assert position_ids is not None
@@ -365,17 +381,27 @@ class TransformersStage(nn.Module):
         elif by == "padding":
             assert position_ids is not None
             mask, position_ids = _first_document(position_ids), None
+        packed = position_ids
         if self._sequence is not None:
             num = x.shape[1] * (1 if x.dim() == 2 else self.decoder.num_shares)
-            mask, position_ids = inputs_of(self._sequence, num, position_ids, x.device)
+            way = self.shape.context_way
+            mask, position_ids = inputs_of(
+                self._sequence, way.attends, num, len(x), position_ids, x.device
+            )
+            position_ids = position_ids if way.positions else None
         rank = 0 if self._group is None else self._group.rank()
         draws = self._draws and self.training
-        with ShardDraws(rank, default_draw) if draws else nullcontext():
+        positions = {} if position_ids is None else {"position_ids": position_ids}
+        with (
+            ShardDraws(rank, default_draw) if draws else nullcontext(),
+            attending(self._sequence, packed),
+        ):
             if isinstance(self.decoder, DecoderStage):  # refused where routers have a loss
-                arguments = {"attention_mask": mask, "position_ids": position_ids}
-                return self.decoder(x, **(arguments | self._cached))
-            # not every class without a table takes positions
-            arguments = {} if self._sequence is None else {"position_ids": position_ids}
+                # not every class without a table takes positions
+                arguments = positions if self.shape.has_table else self._named(positions)
+                return self.decoder(x, attention_mask=mask, **(arguments | self._cached))
+            # with a cache transformers makes no mask of positions
+            arguments = self._named(positions | ({"use_cache": False} if positions else {}))
             arguments |= {} if mask is None else {"attention_mask": mask}
             arguments |= self._routers | self._cached
             output = self.decoder(input_ids=x, return_dict=True, **arguments)
@@ -386,6 +412,10 @@ class TransformersStage(nn.Module):
         if self._top_k:
             return output.logits, router_load(output.router_logits, self._top_k)
         return output.logits, output.aux_loss
+
+    def _named(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return those of `arguments` that the forward of the class names."""
+        return {name: value for name, value in arguments.items() if name in self.takes}
 
     def return_hidden(self) -> None:
         """Make the last stage return hidden states (B, S, D), the input of its head, in place of

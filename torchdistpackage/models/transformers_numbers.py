@@ -123,9 +123,11 @@ def _head_calls(
 
 def problem(shape: TransformersShape, batch: Microbatch) -> str | None:
     """Return why the calls cannot be counted, or None."""
+    name = shape.class_name
+    if shape.sequence_parallel and not shape.has_table:
+        return f"what the slices of a {name} send is known once it runs"
     if shape.kind.order(shape.settings).is_listed:
         return None
-    name = shape.class_name
     if batch.tensor > 1 and shape.lora is not None:
         return f"which gradients adapters of a {name} need is known once it runs"
     if batch.recomputed:

@@ -12,7 +12,6 @@ from torchdistpackage.models.transformers_layout import (
     TransformersShape,
     can_share,
     context_problem,
-    documents_by,
     weights,
 )
 
@@ -29,10 +28,12 @@ def refusals(shape: TransformersShape, use: ModelUse) -> list[tuple[str, str]]:
                 f"{shape.family} cannot attend over parts of a sequence, as {why}; set it to 1",
             )
         )
-    if use.document_masks and (text := _mixes_documents(shape)) is not None:
+    if use.document_masks and (text := _mixes_documents(shape, use)) is not None:
         problems.append(("data.document_masks", text))
-    if shape.sequence_parallel and not shape.kind.splits_sequence:
-        problems.append(("parallel.sequence_parallel", _needs_table(shape)))
+    if shape.sequence_parallel and (text := _slices_nothing(shape)) is not None:
+        problems.append(("parallel.sequence_parallel", text))
+    if use.tp_comm_overlap and not shape.kind.splits_sequence:
+        problems.append(("parallel.tp_comm_overlap", _needs_table(shape)))
     if use.compares_rows and shape.kind.auxiliary:
         text = (
             f"{name} adds the loss of its routers to that of tokens, which rows to compare do not "
@@ -87,14 +88,45 @@ def _head_problems(
     return problems
 
 
-def _mixes_documents(shape: TransformersShape) -> str | None:
+def _mixes_documents(shape: TransformersShape, use: ModelUse) -> str | None:
     """Return why documents of one sample cannot be kept apart; None: they can."""
-    by = documents_by(shape)
-    if by in ("padding", "not"):
+    way, name = shape.documents_way, shape.class_name
+    if way.problem:
+        return f"{way.problem}; set it to false"
+    if way.by in ("padding", "not"):
         return _needs_table(shape)
-    if by != "distances":
+    gathered = () if use.context == 1 else shape.context_way.gathered
+    if way.by != "rows" and not gathered:
         return None
-    return f"{shape.family} counts distances (ALiBi) across a whole sample; set it to false"
+    apart = "each document of a sample gets a row of its own"
+    if use.context > 1:
+        what = f", as of {gathered[0]}" if gathered else ""
+        return (
+            f"{name} keeps documents apart only where {apart}, which ranks with parts of a sample "
+            f"cannot do{what}; set parallel.context to 1, or document_masks to false"
+        )
+    if shape.sequence_parallel:
+        return (
+            f"for {name} {apart}, whose length {use.tensor} ranks of sequence_parallel need not "
+            f"share evenly; set one of the two to false"
+        )
+    if shape.kind.auxiliary:
+        return (
+            f"for {name} {apart}, and its routers' loss (output_router_logits) would count the "
+            f"padding behind them; set output_router_logits to false in config.json"
+        )
+    return None
+
+
+def _slices_nothing(shape: TransformersShape) -> str | None:
+    """Return why ranks cannot have slices of the sequence between blocks; None: they can."""
+    if shape.kind.splits_sequence:
+        return None
+    if shape.head is not None:
+        return _needs_table(shape)
+    if shape.kind.unstaged is not None:
+        return f"{shape.kind.unstaged}; set it to false"
+    return None
 
 
 def _needs_table(shape: TransformersShape) -> str:
@@ -203,20 +235,40 @@ def _lora_problems(shape: TransformersShape, tensor: int) -> list[tuple[str, str
 def goes_with(shape: TransformersShape) -> tuple[tuple[str, str], ...]:
     """Return what a run of this model may ask for, axis by axis."""
     n, kind = shape.sizes, shape.kind
-    most, by, why = kind.shared_experts, documents_by(shape), context_problem(shape)
+    most, by, why = kind.shared_experts, shape.documents_way, context_problem(shape)
     rows = {
         "data": "any number of ranks",
         "zero": "0 to 3",
         "expert": f"up to {most} ranks, whose number divides data's" if most else "",
         "pipe": kind.unstaged or f"up to {n.layers} stages, of whole blocks",
         "tensor": _tensor_ranks(shape),
-        "context": f"no: {why}" if why else "any number of ranks",
-        "sequence_parallel": "yes" if kind.splits_sequence else "",
+        "context": f"no: {why}" if why else _context_text(shape),
+        "sequence_parallel": _sequence_text(shape),
         "recompute": "none, blocks, offload, auto" if kind.blocks else "none, auto",
         "lora": f"on {', '.join(linear_layers(weights(shape)))}",
-        "document_masks": {"not": "", "padding": "", "distances": "no: ALiBi"}.get(by, "yes"),
+        "document_masks": f"no: {by.problem}" if by.problem else _documents_text(shape),
     }
     return tuple((axis, text) for axis, text in rows.items() if text)
+
+
+def _sequence_text(shape: TransformersShape) -> str:
+    if shape.kind.splits_sequence:
+        return "yes"
+    return "" if _slices_nothing(shape) else "yes, between blocks, each of which sees all of it"
+
+
+def _context_text(shape: TransformersShape) -> str:
+    """Return how context ranks share a sequence, as text."""
+    way = shape.context_way
+    whole = f"; all of a sequence in {', '.join(way.gathered)}" if way.gathered else ""
+    keys = "" if way.attends == "parts" else ", each with the keys of all"
+    return f"any number of ranks{keys}{whole}"
+
+
+def _documents_text(shape: TransformersShape) -> str:
+    by = shape.documents_way.by
+    texts = {"not": "", "padding": "", "rows": "yes, each document in a row of its own"}
+    return texts.get(by, "yes")
 
 
 def _tensor_ranks(shape: TransformersShape) -> str:

@@ -63,6 +63,7 @@ def show_samples(
     yield text_table(shares.rows(per_sample), num_left=1)
     spec, has_tokenizer = config.data.spec, config.data.tokenizer is not None
     is_packed = has_tokenizer and (spec is None or not spec.task)  # else a sample has one text
+    is_packed &= config.data.packing != "none"
     if is_packed and not config.data.document_masks:
         yield (
             "tokens attend to earlier documents of their sample (data.document_masks keeps them "
