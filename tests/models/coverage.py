@@ -264,7 +264,7 @@ def _compiled(pool: RankPool, at: str, truths: Truths, mode: str) -> float | str
 def _exported(pool: RankPool, at: str, truths: Truths, mode: str) -> float | str:
     """The folder that a checkpoint of two ranks becomes, as transformers reads it."""
     overrides = AXES["export"]
-    if (why := pool(1).run(coverage_ranks.refusal, [f"model.hf={at}", *overrides], 2)[0]):
+    if why := pool(1).run(coverage_ranks.refusal, [f"model.hf={at}", *overrides], 2)[0]:
         return why
     with tempfile.TemporaryDirectory() as folder:
         try:

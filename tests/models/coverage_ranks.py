@@ -19,9 +19,9 @@ from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.ddp.sharded import ShardedOptimizer
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.models.find_split import find_split, shape_of
-from torchdistpackage.models.shrunk_config import VOCAB
 from torchdistpackage.models.lora_layout import linear_layers
 from torchdistpackage.models.model_spec import ModelUse
+from torchdistpackage.models.shrunk_config import VOCAB
 from torchdistpackage.models.transformers_layout import layouts, shape_of_section, weights
 from torchdistpackage.models.transformers_meta import build_options, known_settings
 from torchdistpackage.models.transformers_refusals import refusals

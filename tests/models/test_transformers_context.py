@@ -1,11 +1,9 @@
 """How ranks share the sequences of classes of transformers: tried on a small copy, and in steps."""
 
 import pytest
-import torch
 
 from tests.models import coverage, coverage_ranks
 from tests.models.found_cases import CONTEXT, EXPERT, FULL, PIPE, TENSOR
-from torchdistpackage.models import transformers_context
 from torchdistpackage.models.transformers_context import found_context, try_context
 from torchdistpackage.models.transformers_small import Sample, sample_ids, small_models
 from torchdistpackage.parallel.context import hugging_face
@@ -76,22 +74,10 @@ def test_three_steps_are_those_of_transformers(ranks, tmp_path, family, layout):
     folder, mode = str(tmp_path / "model"), coverage_ranks.MODES[0]
     ranks(1).run(coverage_ranks.make_folder, coverage.settings(family), folder)
     truth = ranks(1).run(coverage_ranks.alone, folder, 1)[0]
-    size = 3 if "parallel.context=3" in layout else 2 ** sum(x.endswith("=2") and "par" in x for x in layout)
+    size = (
+        3
+        if "parallel.context=3" in layout
+        else 2 ** sum(x.endswith("=2") and "par" in x for x in layout)
+    )
     found = ranks(size).run(coverage_ranks.steps, [f"model.hf={folder}", *layout])
     assert coverage_ranks.largest_difference(found, truth, mode) < 1e-9
-
-
-def test_a_copy_without_a_row_for_each_rank_is_gathered(monkeypatch):
-    """Where the samples cannot be dealt, all ranks run all of them."""
-    seen: list[int] = []
-    gather = hugging_face._all_parts
-
-    def counting(*args):
-        seen.append(args[2])
-        return gather(*args)
-
-    monkeypatch.setattr(hugging_face, "_all_parts", counting)
-    small = next(iter(small_models(coverage.settings("mamba2"))))
-    way = try_context(small, Sample(sample_ids(small.config)[:1]))
-    assert way.gathered and way.swaps and seen
-    assert torch.is_grad_enabled() and transformers_context.NUM_RANKS == 2

@@ -1,4 +1,4 @@
-"""How classes of transformers keep packed documents apart: one document changes nothing of another."""
+"""How classes of transformers keep packed documents apart: one changes nothing of another."""
 
 import json
 
@@ -62,6 +62,7 @@ def test_a_document_leaves_no_bit_of_anothers_gradients(ranks, tmp_path, family)
     ("family", "layout"),
     [
         ("mamba2", ["parallel.pipe=2", "pipeline.microbatches=2"]),
+        ("bloom", ["parallel.tensor=2"]),
         *(
             pytest.param(family, layout, marks=FULL)
             for family in ("olmo2", "gpt_oss", "granitemoehybrid")
@@ -107,12 +108,17 @@ def test_rows_are_as_long_as_the_longest_document_and_come_back():
 def test_rows_of_their_own_are_refused_on_parts_of_a_sequence(tmp_path, cut):
     from tests.models.test_transformers_found_plans import plan_of
 
-    cut = [x.replace("sequence", "parallel.sequence_parallel=true") if x == "sequence" else x for x in cut]
+    cut = [
+        x.replace("sequence", "parallel.sequence_parallel=true") if x == "sequence" else x
+        for x in cut
+    ]
     masks = ["data.document_masks=true", "data.name=jsonl", f"data.path={tmp_path}/x.jsonl"]
     (tmp_path / "x.jsonl").write_text(json.dumps({"text": "a"}))
     with pytest.raises(ConfigError) as met:
         plan_of(tmp_path, "mamba2", *cut, *masks, f"data.tokenizer={tmp_path}")
-    assert "Mamba2ForCausalLM" in str(met.value) and "row of its own" in " ".join(str(met.value).split())
+    assert "Mamba2ForCausalLM" in str(met.value) and "row of its own" in " ".join(
+        str(met.value).split()
+    )
 
 
 def test_families_with_distances_need_no_trial():

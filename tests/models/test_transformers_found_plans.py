@@ -27,13 +27,15 @@ def plan_of(tmp_path, family: str, *overrides: str, world: int = 2, **changes: o
     return make_plan(run, world)
 
 
-def test_a_sequence_of_a_found_family_is_not_cut(tmp_path):
+def test_what_a_found_family_cannot_do_with_parts_of_a_sequence_names_the_module(tmp_path):
+    """Its blocks are given more than activations, and no way of sharing a sequence is right."""
     run = ["parallel.tensor=2", "parallel.context=2", "parallel.sequence_parallel=true"]
     with pytest.raises(ConfigError) as met:
-        plan_of(tmp_path, "olmo2", *run, world=4)
-    assert "2 problems" in str(met.value) and "olmo2 cannot attend over parts" in str(met.value)
+        plan_of(tmp_path, "xlm", *run, "parallel.tp_comm_overlap=true", world=4)
     said = " ".join(str(met.value).split())
-    assert "Olmo2ForCausalLM cannot do it: only families with a table can, which are llama" in said
+    assert "3 problems" in said and "xlm cannot attend over parts of a sequence" in said
+    assert said.count("(MultiHeadAttention)") == 2
+    assert "XLMWithLMHeadModel cannot do it: only families with a table can, which are" in said
 
 
 def test_a_rule_that_is_wrong_is_refused_with_the_first_module_that_differs(tmp_path, monkeypatch):
@@ -122,7 +124,6 @@ def test_what_no_stage_can_do_is_refused(tmp_path):
     [
         ("llama4_text", EXPERT[1:], "Llama4ForCausalLM has none such; set expert to 1"),
         ("llama", EXPERT[1:], "LlamaForCausalLM has none such; set expert to 1"),
-        ("deepseek_v3", ["parallel.context=2"], "deepseek_v3 cannot attend over parts of a"),
         pytest.param(
             *("qwen3_moe", ["parallel.expert=8"]),
             "ranks for the 4 experts of Qwen3MoeForCausalLM",

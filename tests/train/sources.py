@@ -40,9 +40,7 @@ class PackedTokens(UnevenTokens):
     """The same, of three documents a sample, which begin elsewhere in each: positions from 0."""
 
     def batch(self, split, seed, step, data_index, num_data, per_rank, *, first=0):
-        ids, targets = super().batch(
-            split, seed, step, data_index, num_data, per_rank, first=first
-        )
+        ids, targets = super().batch(split, seed, step, data_index, num_data, per_rank, first=first)
         samples = range(first + data_index * per_rank, first + (data_index + 1) * per_rank)
         rows = [self.lengths(i) for i in samples]
         positions = [torch.cat([torch.arange(n) for n in lengths]) for lengths in rows]

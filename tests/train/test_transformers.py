@@ -136,7 +136,7 @@ SEQUENCES = (
     ("mistral", "context3"),
     ("gpt2", "pipe2xcontext2-zero3"),
 )
-WHOLE_ALONE = ("gemma2", "falcon", "falcon, alibi", "bloom")
+WHOLE_ALONE = ("falcon", "falcon, alibi")
 """Whose attention cannot be over parts of a sequence."""
 
 

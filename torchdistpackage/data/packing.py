@@ -46,8 +46,8 @@ class PackedDataset:
     documents that only validation sees, see `split_documents`; validation begins again after its
     last sample. 1: all documents, without training; 0: none.
     packing: `wrapped` cuts documents where a sample ends, `whole` does not, `none` also puts no two
-    into one sample, and `auto` is `whole` if prompts do not count. document_masks: batches have position_ids, from 0 in each piece of a
-    document, see `DataBatch`.
+    into one sample, and `auto` is `whole` if prompts do not count. document_masks: batches have
+    position_ids, from 0 in each piece of a document, see `DataBatch`.
 
     Raises:
         DataError: an id is outside `vocab`, a prompt leaves no room for its completion, or one side

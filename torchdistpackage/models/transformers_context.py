@@ -1,9 +1,9 @@
 """Find how the ranks of a context group can share the sequences of a class of transformers.
 
 Two ranks, threads of this process, run a small copy on their parts of a sequence; logits and the
-gradient of every parameter are compared with the copy's own. It begins with our own attention. Where
-a module's output differs though what it is given does not, the next trial lets attention use the
-class's own function over all keys, or gives that module the whole sequence.
+gradient of every parameter are compared with the copy's own. The first trial is of our own
+attention. Where a module's output differs though what it is given does not, the next one gives that
+module the whole sequence; after these, attention is the class's own function over all keys.
 """
 
 import json
@@ -249,7 +249,7 @@ def _off(full: Tensor, parts: Sequence[Sequence[Tensor]], order: SequenceOrder) 
     largest number; 0 where they cannot be compared, as masks."""
     if not all(parts):
         return 0.0
-    if not full.is_floating_point():  # ids and positions: any difference counts
+    if not (full.is_floating_point() or full.is_complex()):  # ids and positions: any difference counts
         full, parts = full.double(), [[part[0].double()] for part in parts]
     held = [part[0] for part in parts]
     num = order.lengths[0]

@@ -1,8 +1,8 @@
 """Find how a class of transformers keeps the documents of a packed sample apart.
 
 A small copy runs packed documents and each of them alone, and their logits are compared. Given
-positions that begin anew, most classes make a mask of them; where that is not enough, as with states
-of recurrences, convolutions or distances, each document gets a row of its own (document_rows.py).
+positions that begin anew, most classes make a mask of them; where that is not enough, as with
+states of recurrences or convolutions, each document gets a row of its own (document_rows.py).
 """
 
 import json

@@ -74,8 +74,8 @@ from torchdistpackage.parallel.context.hugging_face import attend_over, attendin
 from torchdistpackage.parallel.context.model import ContextSequence
 from torchdistpackage.parallel.pipeline.partition.hf_decoder import DecoderStage, decoder_stage
 from torchdistpackage.parallel.tensor.attention import SequenceAttention, document_mask
-from torchdistpackage.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from torchdistpackage.parallel.tensor.block_slices import let_see_all
+from torchdistpackage.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from torchdistpackage.parallel.tensor.init import Initial, initialize
 from torchdistpackage.parallel.tensor.layouts import Layouts
 from torchdistpackage.parallel.tensor.parallelize import parallelize

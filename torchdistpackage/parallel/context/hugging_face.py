@@ -2,10 +2,10 @@
 modules that mix tokens in another way.
 
 Attention is in one of two ways. `parts`: by this package, which exchanges keys and values as it
-computes. `keys`: by the class's own function, for this rank's queries and the keys and values of all
-ranks, under the rows of transformers' own mask; so scores with caps, sinks, biases or chunks are
-right too. A module that is gathered gets the whole sequence, of some of the samples where the ranks
-can share these, and hands on this rank's part: so are recurrences and convolutions.
+computes. `keys`: by the class's own function, for this rank's queries and the keys of all ranks,
+under the rows of transformers' own mask; so scores with caps, sinks or chunks are right too. A
+module that is gathered gets the whole sequence, of some of the samples where the ranks can share
+these, and hands on this rank's part; recurrences and convolutions are run so.
 
 transformers hands a mask with four dims to every layer unchanged. So with `parts` document ids
 travel as a mask (B, 1, 1, S): the document of each position of the full sequence.

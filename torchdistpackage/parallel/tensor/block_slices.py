@@ -1,7 +1,7 @@
 """Blocks that see the whole sequence, and hand on this rank's slice of it.
 
 It is sequence parallelism for blocks whose layers are not known to work on slices: what stands
-between blocks, so what `recompute: blocks` keeps and what pipeline stages send, is (B, S/n, D). In a
+between blocks, so what `recompute: blocks` keeps and pipeline stages send, is (B, S/n, D). Within a
 block nothing changes, so neither do the gradients of its parameters.
 """
 
