@@ -243,13 +243,14 @@ def _packed(pool: RankPool, at: str, truths: Truths, mode: str) -> float | str:
 
 def _adapted(pool: RankPool, at: str, truths: Truths, mode: str) -> float | str:
     """Adapters on all linear layers of the blocks, beside peft."""
-    names = pool(1).run(coverage_ranks.adapted_layers, at)[0]
-    run = [f"model.hf={at}", *DATA, f"model.lora={{r: 2, alpha: 4, target: {json.dumps(names)}}}"]
+    run = [f"model.hf={at}", *DATA, "model.lora={r: 2, alpha: 4, target: [all-linear]}"]
     if (why := pool(1).run(coverage_ranks.refusal, run, 2)[0]) is not None:
         return why
 
     def truth() -> coverage_ranks.Answer:
         initial = pool(2).run(coverage_ranks.initial, run)
+        layers = (name.partition(".lora_")[0] for name, *_ in initial[0] if ".lora_" in name)
+        names = sorted(set(layers))
         options = {"r": 2, "lora_alpha": 4, "target_modules": names}
         return pool(1).run(coverage_ranks.lora_truth, at, initial, options, 1, mode)[0]
 
@@ -258,7 +259,13 @@ def _adapted(pool: RankPool, at: str, truths: Truths, mode: str) -> float | str:
 
 def _compiled(pool: RankPool, at: str, truths: Truths, mode: str) -> float | str:
     """Blocks of one graph each, in one process."""
-    return tried(pool, [f"model.hf={at}", *AXES["compile"]], truths.get(1), 1, mode)
+    cell = tried(pool, [f"model.hf={at}", *AXES["compile"]], truths.get(1), 1, mode)
+    if isinstance(cell, str) and (said := _ONE_GRAPH.search(cell)) is not None:
+        return said[0]  # the run names the block, and what to set
+    return cell
+
+
+_ONE_GRAPH = re.compile(r"train\.compile=blocks: .* cannot be compiled to one graph.*")
 
 
 def _exported(pool: RankPool, at: str, truths: Truths, mode: str) -> float | str:
@@ -343,6 +350,8 @@ def tried(
 
 def _last_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if (graph := next(filter(_ONE_GRAPH.search, lines), None)) is not None:
+        return graph[-600:] if len(graph) < 600 else graph[graph.find("train.compile") :][:600]
     return (lines[-1] if lines else repr(error))[-600:]
 
 

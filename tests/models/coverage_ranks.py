@@ -19,10 +19,9 @@ from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.ddp.sharded import ShardedOptimizer
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.models.find_split import find_split, shape_of
-from torchdistpackage.models.lora_layout import linear_layers
 from torchdistpackage.models.model_spec import ModelUse
 from torchdistpackage.models.shrunk_config import VOCAB
-from torchdistpackage.models.transformers_layout import layouts, shape_of_section, weights
+from torchdistpackage.models.transformers_layout import layouts, shape_of_section
 from torchdistpackage.models.transformers_meta import build_options, known_settings
 from torchdistpackage.models.transformers_refusals import refusals
 from torchdistpackage.plan.run_plan import make_plan
@@ -95,11 +94,6 @@ def bits_that_leak(folder: str, mode: str = MODES[0]) -> list[str]:
     one, two = both
     # of an embedding, rows of tokens that changed have no gradient in either
     return sorted(name for name, x in one.items() if not x.equal(two[name]))
-
-
-def adapted_layers(folder: str) -> list[str]:
-    """Names of the linear layers that adapters go on."""
-    return sorted(linear_layers(weights(shape_of_section({"hf": folder}, SEQ_LEN, False))))
 
 
 def lora_truth(

@@ -14,6 +14,7 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.hugging_face import read_config
 from torchdistpackage.errors import ConfigError, DataError, NotAvailableError
 from torchdistpackage.families.registry import FAMILIES
+from torchdistpackage.families.table import DocumentsWay
 from torchdistpackage.models import transformers_layout
 from torchdistpackage.models.lora_layout import Lora
 from torchdistpackage.models.transformers_layout import TransformersShape, shape_of_section
@@ -121,6 +122,7 @@ def what_is_refused(settings: Mapping[str, Any], alibi: Mapping[str, Any]) -> li
     except ConfigError as error:
         said.append(str(error))
     made = stage(TransformersShape(alibi["model_type"], alibi, 8))
+    made.shape.__dict__["documents_way"] = DocumentsWay("not", "its states go on")
     ids = torch.zeros(1, 8, dtype=torch.int64)
     try:
         made(ids, position_ids=ids)

@@ -249,7 +249,9 @@ def _off(full: Tensor, parts: Sequence[Sequence[Tensor]], order: SequenceOrder) 
     largest number; 0 where they cannot be compared, as masks."""
     if not all(parts):
         return 0.0
-    if not (full.is_floating_point() or full.is_complex()):  # ids and positions: any difference counts
+    if not (
+        full.is_floating_point() or full.is_complex()
+    ):  # ids and positions: any difference counts
         full, parts = full.double(), [[part[0].double()] for part in parts]
     held = [part[0] for part in parts]
     num = order.lengths[0]
