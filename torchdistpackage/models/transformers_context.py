@@ -84,7 +84,7 @@ class _Watched:
 
 
 @dataclass(frozen=True)
-class _Difference:
+class _ContextDifference:
     """Where ranks differ from one process. path: of the module; empty: none is to blame."""
 
     path: str
@@ -176,7 +176,7 @@ def _is_inside_a_block(model: nn.Module, path: str) -> bool:
 
 def _tried(
     model: Any, sample: Sample, way: ContextWay, expected: _Watched, attends: set[str]
-) -> _Difference | None:
+) -> _ContextDifference | None:
     """Return where two ranks differ, or None. attends: gets the paths of modules that call
     transformers' attention functions."""
     twins = [deepcopy(model) for _ in range(NUM_RANKS)]
@@ -219,7 +219,7 @@ def _tried(
         where = next((stops[x] for x in run.finding.ranks if x in stops), type(model).__name__)
         text = f"{NUM_RANKS} ranks with parts of a sequence stop in {where}"
         path = where.partition(" ")[0]
-        return _Difference(path if path in dict(model.named_modules()) else "", text)
+        return _ContextDifference(path if path in dict(model.named_modules()) else "", text)
     records: list[_Watched] = list(run.results)  # type: ignore[arg-type]
     order = SequenceOrder(length, NUM_RANKS)
     if _is_right(expected, records):
@@ -240,8 +240,8 @@ def _tried(
                 f"does on the whole sequence: it differs by {max(outputs):.1e} of its largest "
                 f"number"
             )
-            return _Difference(path, text)
-    return _Difference("", _gradient_text(model, expected, records))
+            return _ContextDifference(path, text)
+    return _ContextDifference("", _gradient_text(model, expected, records))
 
 
 def _off(full: Tensor, parts: Sequence[Sequence[Tensor]], order: SequenceOrder) -> float:

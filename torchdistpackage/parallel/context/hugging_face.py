@@ -73,7 +73,7 @@ def attend_over(
         if type(module).__name__ in gathered and not module.__dict__.get(_IS_WHOLE):
             for inner in module.modules():
                 inner.__dict__[_IS_WHOLE] = True
-            module.__class__ = _gathered(type(module))
+            module.__class__ = _seeing_sequence(type(module))
             module.__dict__[_SWAPS] = swaps
 
 
@@ -223,7 +223,7 @@ def _mask_rows(own: str, **arguments: Any) -> Tensor | None:
 # -- modules that see the whole sequence ---------------------------------------------------------
 
 
-class _Gathered:
+class _SeesSequence:
     """A module that runs over the whole sequence: of its share of the samples where the ranks can
     share these evenly, else of all samples on every rank.
     """
@@ -267,7 +267,7 @@ class _Gathered:
         return map_leaves(leave, super().__call__(*args, **kwargs), _is_tensor)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: object) -> tuple:
-        return _new_gathered, (type(self).__bases__[1],), vars(self)
+        return _new_seeing, (type(self).__bases__[1],), vars(self)
 
 
 def _is_tensor(x: object) -> bool:
@@ -318,10 +318,10 @@ def _all_parts(sequence: ContextSequence, x: Tensor, dim: int) -> Tensor:
 
 
 @cache
-def _gathered(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (_Gathered, kind), {"__module__": kind.__module__})
+def _seeing_sequence(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (_SeesSequence, kind), {"__module__": kind.__module__})
 
 
-def _new_gathered(kind: type[nn.Module]) -> nn.Module:
+def _new_seeing(kind: type[nn.Module]) -> nn.Module:
     """Create an empty gathered module, when unpickling."""
-    return nn.Module.__new__(_gathered(kind))
+    return nn.Module.__new__(_seeing_sequence(kind))
