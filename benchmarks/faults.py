@@ -5,6 +5,7 @@ Rule: both sides train the same amount on the same tokens with four ranks on fou
 from outside: from the files of a run, from Slurm's accounting and from the list of processes.
 
     python -m benchmarks.faults [--faults crash,kill] [--sides ours] [--json FILE]
+    python -m benchmarks.faults --seed 1 --minutes 10     faults_soak.py, without Slurm
 
 Needs root on a Debian with Slurm (scripts/slurm_cluster up --install).
 """
@@ -38,6 +39,7 @@ from benchmarks.faults_sides import (
     json_lines,
     sides_of,
 )
+from benchmarks.faults_soak import soak
 from benchmarks.faults_strike import LAST_LINES, POLL_S, STRIKE, marked, named
 from tests.slurm.cluster import ENDED, ROOT, CannotRun, Cluster
 
@@ -229,8 +231,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also keep the results in this file")
     parser.add_argument("--faults", default=",".join(FAULTS), help=", ".join(FAULTS))
     parser.add_argument("--sides", default="", help="parts of names: ours, torchrun, 3 restarts")
+    parser.add_argument("--seed", type=int, default=1, help="of --minutes")
+    parser.add_argument("--minutes", type=float, help="faults by a seed on local ranks, see soak")
+    parser.add_argument("--every", type=float, default=60.0, help="seconds between two of them")
     parser.add_argument("--name", default=f"faults-{os.getpid()}", help="of the cluster")
     options = parser.parse_args()
+    if options.minutes is not None:
+        found = soak(options.seed, options.minutes, options.every)
+        print(json.dumps(found, indent=2))
+        if options.json is not None:
+            options.json.write_text(json.dumps(found, indent=2) + "\n")
+        return
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     print(f"runs are in {folder}", flush=True)
     rows: list[Row] = []

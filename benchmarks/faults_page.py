@@ -53,7 +53,8 @@ def outcome(row: Row) -> str:
 
 def page(rows: Sequence[Row]) -> str:
     total = len(FAULTS) * len(MOMENTS) * len(PLACES)
-    right, in_time = sum(r.right for r in rows), [r for r in rows if r.expected != "noticed"]
+    right = sum(r.right for r in rows)
+    in_time = [r for r in rows if r.expected in ("named", "disk")]
     late = [r for r in in_time if r.gone_s is not None and r.gone_s > r.limit_s]
     earlier = sum(r.code != "" for r in rows)
     text = [
