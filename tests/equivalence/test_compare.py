@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from torchdistpackage.equivalence.compare import first_difference
-from torchdistpackage.equivalence.record import ModuleCalls, ParityRecord
+from torchdistpackage.equivalence.compare import first_difference, stopped_difference
+from torchdistpackage.equivalence.record import ModuleCalls, ParityRecord, ResumeGap
 
 WEIGHT = torch.arange(1.0, 9.0, dtype=torch.float64).reshape(4, 2)
 GRAD = torch.linspace(-1, 1, 8, dtype=torch.float64).reshape(4, 2)
@@ -81,3 +81,49 @@ def test_ranks_that_refuse_their_samples_are_a_finding_of_data():
     finding = first_difference(RIGHT, [RIGHT, wrong], {"tensor": 2})
     assert finding is not None and finding.axis == "tensor"
     assert (finding.module, finding.stage, finding.kind) == ("data", "samples", "order of data")
+
+
+@pytest.mark.parametrize(("ratio", "kind"), [(0.5, "gradient divided"), (0.7, "norm")])
+def test_a_halved_update_of_what_nobody_clips_is_no_norm(ratio: float, kind: str):
+    right = replace(RIGHT, scale=1.0)
+    finding = first_difference(right, [replace(right, scale=ratio)] * 2, DATA)
+    assert finding is not None and (finding.stage, finding.kind) == (
+        ("update", kind) if ratio == 0.5 else ("norm", kind)
+    )
+
+
+def test_other_samples_on_one_rank_come_before_the_states_that_they_make():
+    state = ResumeGap("state after a resume", "up.weight#exp_avg", "a step after stop 1", 0.5)
+    samples = ResumeGap("data after a resume", "samples", "a step after stop 1", None)
+    ranks = [replace(RIGHT, resume_gaps=[state]), replace(RIGHT, resume_gaps=[state, samples])]
+    finding = stopped_difference(ranks, DATA)
+    assert finding is not None
+    assert (finding.module, finding.kind, finding.rank) == ("data", "data after a resume", 1)
+
+
+def calls(x: torch.Tensor, y: torch.Tensor, *more: torch.Tensor) -> ModuleCalls:
+    return ModuleCalls([x, *more], [y])
+
+
+def test_a_wrong_mask_is_told_of_the_module_that_attends_with_it():
+    mask = torch.ones(6, 6, dtype=torch.bool)
+    right = {"block.attend": calls(ROWS, ROWS * 2, mask), "block": calls(ROWS, ROWS * 3, mask)}
+    wrong = {
+        "block.attend": calls(ROWS, ROWS.flip(1), ~mask),
+        "block": calls(ROWS, ROWS.flip(1), ~mask),
+    }
+    rank = replace(RIGHT, modules=wrong)
+    finding = first_difference(replace(RIGHT, modules=right), [rank] * 2, {"context": 2})
+    assert finding is not None
+    assert (finding.module, finding.kind) == ("block.attend", "mask or positions")
+
+
+def test_what_a_cut_block_gets_wrong_is_told_before_later_blocks():
+    names = ("block.up", "block.down", "block", "head")
+    modules = {name: calls(ROWS, ROWS * 2) for name in names}
+    first = {name: modules[name] for name in ("block.up", "block")}
+    second = {name: calls(ROWS.flip(1), ROWS.flip(1)) for name in ("block.down", "block", "head")}
+    ranks = [replace(RIGHT, modules=first), replace(RIGHT, modules=second)]
+    finding = first_difference(replace(RIGHT, modules=modules), ranks, {"pipe": 2})
+    assert finding is not None
+    assert (finding.module, finding.kind) == ("block.down", "message changed")

@@ -27,9 +27,30 @@ def test_a_cast_is_named_by_its_module():
     x = torch.randn(4, 8, dtype=torch.float64)
     model = nn.Sequential(nn.Linear(8, 8), Rounded(torch.bfloat16), nn.Linear(8, 8)).double()
     casts, singles = casts_of(model, x)
-    # in the backward of the cast nothing runs that has a name
     assert next(iter(casts.items())) == ("1", "bfloat16") and not singles
     model[1] = Rounded(torch.float32)
     assert casts_of(model, x) == ({}, ["1"])
     model[1] = nn.LayerNorm(8).double()
     assert casts_of(model, x) == ({}, [])
+
+
+def tables(x: Tensor) -> Tensor:
+    return x.to(torch.bfloat16).to(x.dtype)
+
+
+class Rotated(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * tables(x)
+
+
+def test_a_cast_outside_of_modules_is_named_by_the_function_that_the_model_calls():
+    x = torch.ones(2, 2, dtype=torch.float64, requires_grad=True)
+    casts, _ = casts_of(Rotated(), x)
+    assert next(iter(casts.items())) == ("tables", "bfloat16")
+
+
+def test_what_is_compiled_runs_as_it_was_written():
+    model = nn.Sequential(nn.Linear(2, 2), Rounded(torch.bfloat16)).double()
+    model[1].compile(backend="eager", fullgraph=True)
+    casts, _ = casts_of(model, torch.ones(2, 2, dtype=torch.float64))
+    assert casts["1"] == "bfloat16"

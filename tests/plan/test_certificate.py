@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from torchdistpackage.cli.main import main
-from torchdistpackage.config.load import loads
+from torchdistpackage.config.load import load, loads
 from torchdistpackage.plan import certificate as module
 from torchdistpackage.plan.certificate import (
     certificate,
@@ -66,3 +66,17 @@ def test_a_run_without_one_is_not_submitted(tmp_path: Path, capsys):
     assert main(["submit", str(file), "--proved", "--dry-run"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "is not proved" in said and f"tdp prove {file} --layouts this" in said
+
+
+@pytest.mark.full
+def test_a_run_notes_the_certificate_that_holds_for_it(tmp_path: Path):
+    words = ["data.seq_len=16", "model.layers=1", "model.dim=16", "model.heads=2", "train.steps=1"]
+    words += ["data.global_batch=4", "checkpoint.save_every=0", "launch.local.procs=2"]
+    file = tmp_path / "run.yaml"
+    file.write_text(f"run: {{dir: {tmp_path}/runs, name: one}}\nparallel: {{data: 2}}\n")
+    run = load(str(file), words)
+    certificate(run, [{"data": 2}]).write(certificate_path(run))
+    assert main(["train", str(file), *words]) == 0
+    rows = (tmp_path / "runs" / "one" / "events.jsonl").read_text().splitlines()
+    (start,) = (row for row in map(json.loads, rows) if row["event"] == "start")
+    assert start["proof"] == str(certificate_path(run))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.replay import sweep
 from tests.replay.blind import BLIND
 from tests.replay.replay import Outcome, alarms, replay
 from tests.replay.reports import KINDS, REPORTS, Report
@@ -14,6 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "replay.json"
 PAGE = ROOT / "docs" / "replay.md"
 MARKER = "<!-- scripts/replay writes everything below this line -->\n"
+_SWEEP_S = 320.0
+"""Seconds after which no further case of the sweep begins; the next call goes on."""
 Row = Mapping[str, Any]
 
 
@@ -50,6 +53,8 @@ def page(results: Mapping[str, Any]) -> str:
         f"{len(results['alarms'])} runs and loops without a plant"
         + "".join(f"; {key}: {text}" for key, text in wrong.items())
         + ".",
+        "",
+        *_sweep(),
         "\n## The reports\n",
         "| report | what was wrong | axis | result | what `tdp prove` says |",
         "|---|---|---|---|---|",
@@ -66,6 +71,26 @@ def page(results: Mapping[str, Any]) -> str:
         ),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _sweep() -> Iterator[str]:
+    """Yield what the search for false alarms has compared, and every alarm."""
+    rows = sweep.stored().values()
+    compared = [row for row in rows if "layouts" in row]
+    alarms_of = {row["name"]: row["found"] for row in compared if row["found"]}
+    refused = [row["name"] for row in rows if "why" in row]
+    total = len(sweep.CONFIGS) + sweep.NUM_CLASSES
+    configs = sum(row["name"].endswith(".yaml") for row in compared)
+    resumed = sum(row.get("resumes", False) for row in compared)
+    yield (
+        f"`scripts/replay --sweep` compares all files of configs/ and all classes of "
+        f"[model_classes.md](model_classes.md), small, on two ranks along data, pipe and tensor. "
+        f"So far it came to {len(rows)} of {total}: {configs} files and "
+        f"{len(compared) - configs} classes were compared ({resumed} with stops and resumes), "
+        f"{len(refused)} are refused along every axis. {len(alarms_of)} differ or stop"
+        + "".join(f"; {name}: {'; '.join(map(str, x))}" for name, x in sorted(alarms_of.items()))
+        + "."
+    )
 
 
 def _line(report: Report, row: Row | None) -> str:
@@ -119,15 +144,33 @@ def main(arguments: Sequence[str]) -> int:
         write(json.loads(RESULTS.read_text("utf-8")))
         return 0
     names = [x for x in arguments if not x.startswith("-")]
+    if "--sweep" in arguments:
+        done = () if names else sweep.stored()
+        todo = [name for name in names or sweep.cases() if name not in done]
+        for row in sweep.sweep(todo, _SWEEP_S, resumes="--resumes" in arguments):
+            sys.stdout.write(f"{row}\n")
+            sys.stdout.flush()
+        write(json.loads(RESULTS.read_text("utf-8")))
+        return 0
     chosen = [x for x in (*REPORTS, *BLIND) if not names or x.name in names]
     with RankPool(8, timeout_s=300.0, preload=("torch._dynamo", "tests.replay.plants")) as pool:
+        if "--alarms" in arguments:
+            results = json.loads(RESULTS.read_text("utf-8"))
+            for key, text in alarms(chosen, pool, {} if names else results["alarms"]):
+                sys.stdout.write(f"{key}: {text or 'right'}\n")
+                sys.stdout.flush()
+                results["alarms"][key] = text
+                keep(results, [])
+            return 0
         outcomes: list[Outcome] = []
         for report in chosen:
             outcome = replay(report, pool)
             outcomes.append(outcome)
             sys.stdout.write(f"{outcome}\n")
             sys.stdout.flush()
-        found = {} if names else alarms((*REPORTS, *BLIND), pool)
+            if "--keep" in arguments:
+                keep(json.loads(RESULTS.read_text("utf-8")), [outcome])
+        found = {} if names else dict(alarms((*REPORTS, *BLIND), pool))
     if names and "--keep" not in arguments:
         return 0
     results = json.loads(RESULTS.read_text("utf-8")) if names else {"alarms": found}

@@ -169,18 +169,19 @@ PLANTS["experts_twice"] = PLANTS["experts_times_ranks"]
 def doubled_each_microbatch():
     def change(trainer: Trainer) -> None:
         # the buffer of gradients g1, g2, ... is added to itself: 2 (2 g1 + g2) + ...
-        if trainer.plan.zero < 2 or trainer.reducer is None:
+        if trainer.plan.zero < 2:
             return
         number = trainer.plan.schedule.num_microbatches * trainer.rounds
-        for spec in trainer.reducer.specs:
-            if spec.group.size() == 1:
+        summed = {spec.parameter for spec in trainer.reducer.specs}
+        for parameter in trainer.stage.parameters():
+            if parameter not in summed:  # the reducer has those of groups of several ranks
                 calls = [0]
 
                 def doubled(grad: Tensor, calls: list[int] = calls) -> Tensor:
                     calls[0] += 1
                     return grad * 2.0 ** (number - 1 - (calls[0] - 1) % number)
 
-                spec.parameter.register_hook(doubled)
+                parameter.register_hook(doubled)
 
     with built(change):
         yield
@@ -850,7 +851,7 @@ def router_in_bf16():
 
 @plant
 def compiled_gradient_unwritten():
-    """The compiled backward writes no gradient of the scales of norms."""
+    """The compiled backward of the blocks writes no gradient of the scales of their norms."""
     from torchdistpackage.train import compiled
 
     original = compiled.compile_blocks
@@ -859,7 +860,7 @@ def compiled_gradient_unwritten():
         original(stage, *args)
         if stage.compiled:
             for name, p in stage.named_parameters():
-                if "norm" in name and name.endswith("weight"):
+                if ".blocks." in name and "norm" in name and name.endswith("weight"):
                     p.register_hook(torch.zeros_like)
 
     with patch.object(build, "compile_blocks", compile_blocks):

@@ -1,8 +1,9 @@
 """Runs one report through the prover, planted on every rank, and judges what is found."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 from tests.replay.reports import RANDOMNESS, Report
@@ -127,15 +128,24 @@ def replay(report: Report, pool: RankPool, layouts: str = "all") -> Outcome:
     )
 
 
-def alarms(reports: Iterable[Report], pool: RankPool) -> dict[str, str]:
-    """Return by changes of a run, or `own loop`, what is found without a plant; empty: nothing."""
-    found: dict[str, str] = {}
+def without_plant(report: Report) -> str:
+    """Return the changes of the report's run, or the loop of it."""
+    return " ".join(report.changes) or f"own loop of {report.name}"
+
+
+def alarms(
+    reports: Iterable[Report], pool: RankPool, known: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[tuple[str, str]]:
+    """Yield each run or loop that is not known yet, and what is found in it without a plant; empty:
+    nothing.
+    """
+    seen = set(known)
     for report in reports:
-        key = " ".join(report.changes) or f"own loop of {report.name}"
-        if key not in found:
+        key = without_plant(report)
+        if key not in seen:
+            seen.add(key)
             try:
                 wrong = [str(x) for _, x in findings(report, pool, is_planted=False) if x]
             except TorchDistError as error:
                 wrong = [str(error)]
-            found[key] = "; ".join(wrong)
-    return found
+            yield key, "; ".join(wrong)

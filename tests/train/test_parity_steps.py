@@ -101,7 +101,7 @@ def planted(config: Any, axes: dict[str, int], saves: str, name: str, wrong: str
         ("samples", "adamw", "samples", "data after a resume", ""),
         ("state", "adamw", "state", "state after a resume", ""),
         ("norm", "adamw", "norm", "norm", "x 1.414"),
-        ("factor", "sgd", "norm", "norm", "/ 2"),
+        ("factor", "sgd", "update", "gradient divided", "/ 2"),
     ],
 )
 def test_a_mistake_between_steps_is_named(

@@ -72,6 +72,7 @@ def flip(run: Trainer, name: str) -> None:
         (2, ["data=2"], "blocks.0.attention.qkv.weight", {0, 1}),
         (2, ["data=2", "zero=1"], "blocks.0.attention.qkv.weight", {0, 1}),
         (2, ["pipe=2", "data=1"], "embed.weight", {0, 1}),
+        (2, ["context=2", "data=1"], "blocks.0.norm1.weight", {0, 1}),
         (4, ["data=2", "tensor=2"], "blocks.0.attention.qkv.weight", {1, 3}),
         (4, ["data=2", "tensor=2"], "blocks.0.norm1.weight", {0, 1, 2, 3}),
     ],

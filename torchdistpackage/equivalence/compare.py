@@ -12,6 +12,7 @@ that follow from it are not told.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 
 from torch import Tensor
 
@@ -305,12 +306,23 @@ def _forward(
     tops = [n for n in wrong if not any(_is_inside(n, x) for x in reference.modules if x != n)]
     if not tops:
         return None
+    if "pipe" in axes:
+        # a block that a border cuts shows nothing; what is in it comes before later blocks
+        outer = {x for x in reference.modules if not _is_cut(x, ranks)}
+        tops = [
+            n
+            for n in wrong
+            if n in tops or not (n in partial or any(_is_inside(n, x) for x in outer - {n}))
+        ]
     module = "" if "" in wrong else tops[0]
     while inner := [
         x for x in wrong if x not in partial and x != module and _level(x, module, reference)
     ]:
         # what is wrong because its inputs are, comes of its parent's own lines
         right = [name for name in inner if _has_right_inputs(reference, ranks, name, measure)]
+        right = right or [
+            name for name in inner if _has_right_inputs(reference, ranks, name, measure, False)
+        ]
         if not right:
             break
         module = right[0]
@@ -343,15 +355,38 @@ def _results(
 
 
 def _has_right_inputs(
-    reference: ParityRecord, ranks: Sequence[ParityRecord], name: str, measure: Measure
+    reference: ParityRecord,
+    ranks: Sequence[ParityRecord],
+    name: str,
+    measure: Measure,
+    with_tables: bool = True,
 ) -> bool:
-    """Return True if the inputs of a module are right on all ranks."""
+    """Return True if the inputs of a module are right on all ranks.
+
+    with_tables: else only those of the first one's shape, and not masks and positions.
+    """
     by_rank = [r.modules[name].inputs for r in ranks if name in r.modules]
-    full = reference.modules[name]
-    gaps = (_lists(inputs, full.inputs, measure) for inputs in by_rank)
+    full = reference.modules[name].inputs
+    if not with_tables and not (full and full[0].is_floating_point()):
+        return False
+    chosen = [with_tables or x.shape == full[0].shape for x in full]
+    gaps = [
+        _lists([*compress(inputs, chosen)], [*compress(full, chosen)], measure)
+        for inputs in by_rank
+    ]
     firsts = [x[0] for x in by_rank if x]
     is_right = all(x is None or x <= measure.tolerance for x in gaps)
-    return is_right and not _is_missing(firsts, full.inputs, measure)
+    return is_right and not _is_missing(firsts, full, measure)
+
+
+def _is_cut(name: str, ranks: Sequence[ParityRecord]) -> bool:
+    """Return True if ranks with a module have other modules inside it."""
+    inside = [
+        {x for x in record.modules if _is_inside(x, name)}
+        for record in ranks
+        if name in record.modules
+    ]
+    return any(x != inside[0] for x in inside)
 
 
 def _is_inside(name: str, other: str) -> bool:
@@ -708,9 +743,16 @@ def _scale(
             continue
         gap = abs(record.scale / reference.scale - 1)
         if gap > measure.tolerance:
-            where, subject = "the gradient norm", "what clipping multiplies gradients by"
-            factor = ratio_text(record.scale / reference.scale, axes)
-            return finding_of("norm", where, subject, (gap, rank), "norm", "", factor)
+            where, what = "the gradient norm", "what clipping multiplies gradients by"
+            ratio = record.scale / reference.scale
+            factor = ratio_text(ratio, axes)
+            if abs(reference.scale - 1) <= TOLERANCE:  # nothing is clipped
+                for size in _sizes(axes):
+                    if min(abs(ratio - size), abs(ratio - 1 / size)) <= TOLERANCE:
+                        kind = "gradient summed" if ratio > 1 else "gradient divided"
+                        where, what = "the update", "what it multiplies gradients by"
+                        return finding_of("update", where, what, (gap, rank), kind, "", factor)
+            return finding_of("norm", where, what, (gap, rank), "norm", "", factor)
     return None
 
 
@@ -863,6 +905,8 @@ _RESUMED: dict[str, Stage] = {
     "random state after a resume": "random",
     "state after a resume": "state",
 }
+"""Kinds in the order in which one makes the next."""
+_NO_MODULE = {"data after a resume": DATA, "random state after a resume": "the random state"}
 
 
 def narrow_casts(ranks: Sequence[ParityRecord]) -> ParityFinding | None:
@@ -890,13 +934,14 @@ def stopped_difference(ranks: Sequence[ParityRecord], axes: Axes) -> ParityFindi
         return None
     # after a stop comes a step, in which what differs on one rank reaches the others
     events = [f"{step}after stop {number}" for number in (1, 2) for step in ("", "a step ")]
-    gap, rank = min(gaps, key=lambda each: events.index(each[0].when))
+    # other samples on one rank make other states on all
+    order = [*_RESUMED, *{gap.kind: None for gap, _ in gaps}]
+    gap, rank = min(gaps, key=lambda x: (events.index(x[0].when), order.index(x[0].kind)))
     only = {rank for other, rank in gaps if (other.kind, other.when) == (gap.kind, gap.when)}
     parameter, _, _ = gap.what.partition(STATE)
     tensor = gap.kind in ("state after a resume", "weights after a resume")
     module = _owner(parameter) if tensor and "." in parameter else WHOLE_MODEL
-    if gap.kind == "data after a resume":
-        module = DATA
+    module = _NO_MODULE.get(gap.kind, module)
     factor = f"on rank {', '.join(map(str, sorted(only)))}" if len(only) < len(ranks) else ""
     subject = f"{gap.what} {gap.when}"
     stage = _RESUMED.get(gap.kind, "resume")

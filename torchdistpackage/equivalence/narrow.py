@@ -5,9 +5,12 @@ run no cast to a narrow type is asked for, so each is one that the code makes by
 rotary tables or of a router's scores.
 """
 
+import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -42,9 +45,30 @@ class _CastMode(TorchDispatchMode):
         if narrow:
             inputs = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)]
             if any(x.dtype in WIDE for x in inputs) and not any(map(_is_narrow, inputs)):
-                where = self._running[-1] if self._running else ""
+                where = self._running[-1] if self._running else function_here()
                 self._casts.setdefault(where, str(narrow[0]).removeprefix("torch."))
         return result
+
+
+def function_here() -> str:
+    """Return the name of the function that the innermost forward has called; outside of forwards,
+    as in a hook, that of the innermost function that is not torch's.
+    """
+    called = ""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name, file = frame.f_code.co_name, frame.f_code.co_filename
+        if name == "forward":
+            break
+        if f"{os.sep}torch{os.sep}" not in file and name != "__torch_dispatch__":
+            called = name if called == "" or _is_below_forward(frame) else called
+        frame = frame.f_back
+    return called
+
+
+def _is_below_forward(frame: FrameType) -> bool:
+    caller = frame.f_back
+    return caller is not None and caller.f_code.co_name == "forward"
 
 
 def _is(x: object, dtype: torch.dtype) -> bool:
@@ -55,12 +79,19 @@ def _is_narrow(x: object) -> bool:
     return isinstance(x, Tensor) and x.dtype.is_floating_point and x.dtype.itemsize < 4
 
 
+def _eager() -> Any:
+    """Run what is compiled as it was written: a graph cannot be compiled under a mode."""
+    is_there = "torch._dynamo" in sys.modules  # loading it takes seconds
+    return torch.compiler.set_stance("force_eager") if is_there else nullcontext()
+
+
 @contextmanager
 def noting_casts(
     modules: Mapping[str, nn.Module], casts: dict[str, str], singles: list[str]
 ) -> Iterator[None]:
     """Note the casts inside the block: module -> type; without a running module, as in a sum of
-    gradients, the name is empty. singles: gets the first module that goes on in float32.
+    gradients, the function's name stands for it. singles: gets the first module that goes on in
+    float32.
     """
     running: list[str] = []
 
@@ -75,7 +106,7 @@ def noting_casts(
         hooks.append(module.register_forward_pre_hook(partial(enter, name)))
         hooks.append(module.register_forward_hook(leave))
     try:
-        with _CastMode(running, casts, singles):
+        with _eager(), _CastMode(running, casts, singles):
             yield
     finally:
         for hook in hooks:

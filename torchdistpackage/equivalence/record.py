@@ -131,6 +131,8 @@ def recording(
 
     def note(name: str):
         def hook(module: nn.Module, args: object, kwargs: object, output: object) -> None:
+            if torch.compiler.is_compiling():
+                return  # no part of the graph
             # a shallow copy, as a stage has of the base, has the hooks of its original
             # a forward that the backward runs again is no call of its own
             again = torch._C._current_graph_task_id() != -1

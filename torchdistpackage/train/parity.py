@@ -110,7 +110,12 @@ def compare_run(
         if resumes:
             saves = stack.enter_context(tempfile.TemporaryDirectory(prefix="tdp-prove-"))
         began = time.monotonic()
-        (reference,) = records_of(rank_pool(1), record_run, run.whole, {}, saves)
+        one = (rank_pool(1), record_run, run.whole, {}, saves, ONE_PROCESS, False, False)
+        wide = False
+        (reference,) = records_of(*one, wide)
+        if reference.error and run.whole.model.hf is not None:
+            wide = True  # the class makes numbers of torch's default type
+            (reference,) = records_of(*one, wide)
         if reference.error:
             raise TorchDistError(f"one process alone fails: {reference.error}")
         say(f"one process: {time.monotonic() - began:.0f} s")
@@ -119,7 +124,7 @@ def compare_run(
                 return ParityReport([({}, alone)])
         findings: list[tuple[dict[str, int], ParityFinding | None]] = []
         for feature in run.features:
-            if (changed := _changed(feature, rank_pool(1))) is not None:
+            if (changed := _changed(feature, rank_pool(1), wide)) is not None:
                 findings.append(({}, changed))
                 say(f"one process, {feature.name}: differs in {changed.module}")
         todo = deque(run.layouts)
@@ -130,7 +135,8 @@ def compare_run(
             began = time.monotonic()
             name = text_of(axes).replace(" ", "").replace(",", "-")
             ranks = rank_pool(math.prod(axes.values()))
-            records = records_of(ranks, record_run, config, dict(axes), saves, name)
+            options = (dict(axes), saves, name, False, False, wide)
+            records = records_of(ranks, record_run, config, *options)
             finding = first_difference(reference, records, axes)
             findings.append((axes, finding))
             verdict = "the same" if finding is None else f"differs in {finding.module}"
@@ -149,9 +155,9 @@ _CHANGES = {"accumulation": "accumulation", "recompute": "recompute", "compile":
 """Name of an option -> kind of the mistake if gradients or outputs change with it."""
 
 
-def _changed(feature: ComparedOption, ranks: Ranks) -> ParityFinding | None:
-    """Return what an option changes in one process, or None."""
-    options = ({}, "", ONE_PROCESS, feature.alike, feature.dropout)
+def _changed(feature: ComparedOption, ranks: Ranks, wide: bool) -> ParityFinding | None:
+    """Return what an option changes in one process; None: nothing."""
+    options = ({}, "", ONE_PROCESS, feature.alike, feature.dropout, wide)
     without, having = (
         records_of(ranks, record_run, config, *options)
         for config in (feature.without, feature.having)

@@ -57,13 +57,22 @@ def record_run(
     name: str = ONE_PROCESS,
     alike: bool = False,
     dropout: bool = False,
+    wide: bool = False,
 ) -> ParityRecord:
     """Take the steps as a rank of the layout; runs on every rank.
 
-    saves: folder of the saves of all layouts; empty: nothing is saved, stopped or resumed. name: of
-    this layout's folder in it. alike: every micro-batch gets the samples of the first. dropout: the
-    compared steps draw.
+    saves: folder of the saves of all layouts; empty: nothing is saved, stopped and resumed.
+    name: of this layout's folder in it. alike: every micro-batch gets the samples of the first.
+    dropout: the compared steps draw. wide: numbers without a type are float64 too, for classes that
+    mix them with the model's.
     """
+    if wide:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            return record_run(config, axes, saves, name, alike, dropout)
+        finally:
+            torch.set_default_dtype(before)
     rank = resolve_group(None, "global").rank()
     plan = make_plan(config, world_size_of(axes))
     record = ParityRecord(dict(plan.topology.dense.coord(rank)))
@@ -121,7 +130,11 @@ def _compared_steps(trainer: Trainer, record: ParityRecord, *, alike: bool, drop
     trainer.microbatches = noted
     # what a stage as a whole takes and gives, one process has nowhere
     named = ((name.partition(".")[2], part) for name, part in trainer.stage.named_modules())
-    parts = {name: part for name, part in named if name}
+    # a hook in a compiled block would change its graph
+    graphs = [f"{block.name.partition('.')[2]}." for block in trainer.stage.compiled]
+    parts = {
+        name: part for name, part in named if name and not f"{name}.".startswith(tuple(graphs))
+    }
     _fill_vectors(trainer)
     record.initial = _weights(trainer)
     before_step, summed = trainer.update.before_step, dict[Tensor, Tensor]()
