@@ -127,3 +127,21 @@ def test_what_a_cut_block_gets_wrong_is_told_before_later_blocks():
     finding = first_difference(replace(RIGHT, modules=modules), ranks, {"pipe": 2})
     assert finding is not None
     assert (finding.module, finding.kind) == ("block.down", "message changed")
+
+
+def test_a_sum_that_is_divided_by_the_ranks_is_told_of_its_module():
+    right = {"block.down": calls(ROWS, ROWS * 2), "block": calls(ROWS, ROWS * 3)}
+    wrong = {"block.down": calls(ROWS, ROWS), "block": calls(ROWS, ROWS * 2)}
+    rank = replace(RIGHT, modules=wrong)
+    finding = first_difference(replace(RIGHT, modules=right), [rank] * 2, {"tensor": 2})
+    assert finding is not None
+    assert (finding.module, finding.factor) == ("block.down", "/ 2")
+
+
+@pytest.mark.parametrize(("factor", "kind"), [(0.7, "norm"), (2.0, "gradient summed")])
+def test_one_factor_of_all_gradients_is_a_clipping_unless_it_is_the_ranks(factor, kind):
+    grads = {"up.weight": GRAD, "up.bias": GRAD[0] + 2}
+    right = replace(RIGHT, grads=grads, early={})
+    rank = replace(right, grads={name: factor * x for name, x in grads.items()})
+    finding = first_difference(right, [rank] * 2, DATA)
+    assert finding is not None and finding.kind == kind

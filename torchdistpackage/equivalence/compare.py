@@ -453,8 +453,8 @@ def _is_partial(
     outputs, full = _first_outputs(ranks, name), reference.modules[name].outputs
     if len(outputs) < 2 or not full or any(x.shape != full[0].shape for x in outputs):
         return False
-    if not full[0].is_floating_point():
-        return False
+    if not full[0].is_floating_point() or all(x.equal(outputs[0]) for x in outputs):
+        return False  # what all ranks have alike is divided by their number
     # in float64, so that the order of the ranks does not change the comparison
     total = sum((x.double() for x in outputs), start=0 * full[0].double())
     return float((total - full[0]).abs().max()) <= measure.tolerance * float(full[0].abs().max())
@@ -538,15 +538,26 @@ def _grads(
     reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
 ) -> ParityFinding | None:
     """Compare the gradients, without the effect of clipping."""
-    unclipped = _without_clipping(reference, ranks, measure)
-    return _first_grad(reference, ranks if unclipped is None else unclipped, axes, measure)
+    unclipped, factors = _without_clipping(reference, ranks, measure)
+    finding = _first_grad(reference, unclipped, axes, measure)
+    wrong = {rank: x for rank, x in factors.items() if abs(x - 1) > measure.tolerance}
+    if finding is not None or not wrong:
+        return finding
+    # all are right but for one factor on each rank
+    rank = max(wrong, key=lambda each: abs(wrong[each] - 1))
+    sizes = _sizes(axes)
+    if any(abs(wrong[rank] * x - 1) < 1e-6 for n in sizes for x in (n, 1 / n)):
+        return _first_grad(reference, ranks, axes, measure)
+    where, what = "the gradient norm", "what clipping multiplies gradients by"
+    gap, factor = abs(wrong[rank] - 1), ratio_text(wrong[rank], axes)
+    return finding_of("norm", where, what, (gap, rank), "norm", "", factor)
 
 
 def _without_clipping(
     reference: ParityRecord, ranks: Sequence[ParityRecord], measure: Measure
-) -> Sequence[ParityRecord] | None:
-    """Return the records with gradients from before clipping by the norm; None: clipping is not the
-    cause.
+) -> tuple[Sequence[ParityRecord], Mapping[int, float]]:
+    """Return the records with gradients from before clipping by the norm, and by rank what clipping
+    has multiplied them by; the records themselves and no factors if clipping is not the cause.
 
     One wrong gradient changes the norm, and so all gradients by one factor. If all differ, and some
     fit once that factor is taken out, the others are those that were wrong.
@@ -561,10 +572,10 @@ def _without_clipping(
             if _worst(reference.grads, (r.grads for r in kept_records), n, measure, noise)
         ]
 
-    if len(wrong(ranks)) < len(names):
-        return None
-    scaled: list[ParityRecord] = []
-    for record in ranks:
+    if len(names) < 2 or len(wrong(ranks)) < len(names):
+        return ranks, {}
+    scaled, by_rank = list[ParityRecord](), dict[int, float]()
+    for rank, record in enumerate(ranks):
         same = [
             n
             for n in names
@@ -572,9 +583,10 @@ def _without_clipping(
         ]
         factors = sorted(_factor(record.grads[n], reference.grads[n]) for n in same)
         factor = factors[len(factors) // 2] if factors else 1.0
+        by_rank[rank] = factor
         grads = {n: x / factor for n, x in record.grads.items()} if factor > 0 else record.grads
         scaled.append(replace(record, grads=grads))
-    return scaled if 0 < len(wrong(scaled)) < len(names) else None
+    return (scaled, by_rank) if len(wrong(scaled)) < len(names) else (ranks, {})
 
 
 def _factor(tensor: Tensor, reference: Tensor) -> float:

@@ -5,6 +5,7 @@ run no cast to a narrow type is asked for, so each is one that the code makes by
 rotary tables or of a router's scores.
 """
 
+import inspect
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,7 +56,8 @@ def function_here() -> str:
     as in a hook, that of the innermost function that is not torch's.
     """
     called = ""
-    frame = sys._getframe(2)
+    frame = inspect.currentframe()
+    frame = frame.f_back if frame is not None else None  # the caller, which is the mode
     while frame is not None:
         name, file = frame.f_code.co_name, frame.f_code.co_filename
         if name == "forward":
