@@ -71,7 +71,7 @@ def test_a_run_without_one_is_not_submitted(tmp_path: Path, capsys):
 @pytest.mark.full
 def test_a_run_notes_the_certificate_that_holds_for_it(tmp_path: Path):
     words = ["data.seq_len=16", "model.layers=1", "model.dim=16", "model.heads=2", "train.steps=1"]
-    words += ["data.global_batch=4", "checkpoint.save_every=0", "launch.local.procs=2"]
+    words += ["data.global_batch=8", "checkpoint.save_every=0", "launch.local.procs=2"]
     file = tmp_path / "run.yaml"
     file.write_text(f"run: {{dir: {tmp_path}/runs, name: one}}\nparallel: {{data: 2}}\n")
     run = load(str(file), words)
