@@ -26,6 +26,7 @@ SMALL = (
     "loader_begins_anew",
     "recompute_draws_anew",
     "stale_activation",
+    "average_not_restored",
     "sums_in_bf16",
     "collective_eliminated",
 )
