@@ -160,7 +160,8 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by name: its header, checked against the file.
+    """Return the tensors of a safetensors file by name, from its header, which is checked against
+    the file.
 
     A file is 8 bytes of length, a header of JSON, and the tensors one after the other.
 

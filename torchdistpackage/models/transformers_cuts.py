@@ -147,7 +147,7 @@ class _CutRules:
                 yield name, child
 
     def _attention(self, block: str, path: str, linears: Mapping[str, nn.Module]) -> bool:
-        """Cut the module by heads, if it is an attention that can be."""
+        """Cut the module by heads, if it is an attention whose layers allow it."""
         n, module = self.found.sizes, self.modules[path]
         output = next((x for x in _OUTPUTS if x in linears), None)
         if output is None or not {"q_proj", "k_proj", "v_proj"} <= set(linears):

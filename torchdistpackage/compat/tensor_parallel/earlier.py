@@ -1,4 +1,4 @@
-"""Earlier spellings of tensor_parallel's names, and functions for plans of one's own.
+"""Earlier spellings of tensor_parallel's names, and functions for your own plans.
 
 One class serves the threads of all devices. Of heads, and of caches of them, the functions say what
 a rank has. A class that needs transformers is made when it is asked for.

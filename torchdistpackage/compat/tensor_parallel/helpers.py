@@ -1,4 +1,5 @@
-"""Names that tensor_parallel's modules use among themselves, and programs for plans of their own.
+"""Names that tensor_parallel's modules share internally, and helpers for programs with their own
+plans.
 
 Each is a step of ours, or made of some: of making a shard, of calling it and of converting a state.
 """

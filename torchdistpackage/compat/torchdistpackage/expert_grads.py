@@ -165,7 +165,7 @@ class CountReady(ReadyPolicy):
         )
 
     def end_iteration(self) -> None:
-        """Expect as many gradients in the next iteration as came in the first."""
+        """Expect as many gradients in the next iteration as arrived in the first."""
         if not self._expected:
             n = self._num_backwards
             # some backwards may have had no token, so round up to full iterations

@@ -221,7 +221,7 @@ def detached(output: object) -> object:
 
 
 def is_scalar(x: object) -> bool:
-    """Return whether it is one number for a micro-batch; numbers by sample have a dim."""
+    """Return whether a value is one number for a micro-batch; values per sample have a dim."""
     return isinstance(x, Tensor) and x.dim() == 0 and x.is_floating_point()
 
 
