@@ -110,15 +110,22 @@ def _measured(trainer: Trainer) -> MeasuredMemory:
                 optimizer += values
             elif bucket.gathers:
                 weights += values
-    state = {s._cdata for s in storages_of([*weights, *gradients, *optimizer, *flats])}
+    state = {s._cdata: s.nbytes() for s in storages_of([*weights, *gradients, *optimizer, *flats])}
     return MeasuredMemory(
         _bytes(weights),
         None if is_sharded else _bytes(gradients),
         _bytes(optimizer),
         sum(n for key, n in live.at_peak.items() if key in state) - scalars,
-        max(sum(n for key, n in x.items() if key not in state) for x in boundaries.noted),
+        max(_besides(x, state) for x in boundaries.noted),
         live.peak,
     )
+
+
+def _besides(sizes: Sizes, state: Sizes) -> int:
+    """Return the bytes of storages that are not of the state. One of another size is an earlier
+    tensor whose address a tensor of the state has got; what ZeRO 3 has freed has no size.
+    """
+    return sum(n for key, n in sizes.items() if state.get(key) not in (n, 0))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

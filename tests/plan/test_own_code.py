@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from torchdistpackage.plan.user_code import missing_module, missing_name
+
 LOOK = """
 import os, sys
 from torchdistpackage.plan.user_code import add_user_code
@@ -87,3 +89,52 @@ def test_ranks_train_beside_files_in_the_names_of_pythons_modules(tmp_path: Path
     assert "recomputed in the backward on rank 0: nothing" in done.stdout  # there are no blocks
     rows = (tmp_path / "runs" / "shadowed" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows if "loss" in json.loads(row)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("target", "missing"),
+    [
+        ("pkg.mod:build", ""),
+        ("pkg.sub.deep:build", ""),
+        ("pkg.other:build", "pkg.other"),
+        ("pkg.mod.deeper:build", "pkg.mod.deeper"),
+        ("nopkg.toy:build", "nopkg"),
+        ("space.deep.mod:build", ""),
+        ("space.deep.nomod:build", "space.deep.nomod"),
+        ("json.decoder:JSONDecoder", ""),
+        ("sys:exit", ""),
+    ],
+)
+def test_a_module_that_is_not_there_is_found_out_without_importing(tmp_path, target, missing):
+    (tmp_path / "pkg" / "sub").mkdir(parents=True)
+    (tmp_path / "space" / "deep").mkdir(parents=True)  # without __init__.py
+    (tmp_path / "space" / "deep" / "mod.py").touch()
+    for name in ("__init__.py", "mod.py", "sub/__init__.py", "sub/deep.py"):
+        (tmp_path / "pkg" / name).write_text("raise RuntimeError('imported')")
+    assert missing_module(target, [str(tmp_path), *sys.path]) == missing
+
+
+@pytest.mark.parametrize(
+    ("target", "missing"),
+    [
+        ("mod:smoothed", ""),
+        ("mod:Net.of", ""),
+        ("mod:imported", ""),
+        ("mod:smothed", "did you mean smoothed?"),
+        ("mod:entirely_other", "entirely_other in "),
+        ("pkg:absent", "pkg/__init__.py"),
+        ("star:anything", ""),
+        ("broken:anything", ""),
+        ("json.decoder:JSONDecoder", ""),
+        ("json:nothing", "nothing in "),
+    ],
+)
+def test_a_name_that_is_not_there_is_found_out_without_importing(tmp_path, target, missing):
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").touch()
+    text = "from math import sqrt as imported\ndef smoothed(): ...\nclass Net: ...\n"
+    (tmp_path / "mod.py").write_text(f"{text}raise RuntimeError('imported')\n")
+    (tmp_path / "star.py").write_text("from math import *\n")
+    (tmp_path / "broken.py").write_text("def (:\n")
+    found = missing_name(target, [str(tmp_path), *sys.path])
+    assert missing in found if missing else found == ""

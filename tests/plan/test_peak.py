@@ -68,6 +68,7 @@ MORE = [
     (TP, SP),
     (TP, SP, BLOCKS),
     (TP, *MOE),
+    (TP, "optim.name=muon"),
     (TP, SP, *AUTOCAST),
     PIPE,
     (*PIPE, *LLAMA, *AUTOCAST),
@@ -131,6 +132,9 @@ UNEVEN = [
     (4, "data=4", "zero=3", "expert=2", *MOE),
     (3, "data=3", "zero=1", "data.global_batch=12"),
     (3, "data=3", "zero=3", "data.global_batch=12", *LLAMA),
+    (3, "data=3", "zero=3", "data.global_batch=12", *BF16),
+    (3, "data=3", "zero=2", "data.global_batch=12", "optim.name=muon"),
+    (4, "data=4", "zero=2", "expert=2", *MOE, *BF16),
 ]
 """(number of ranks, settings): shards of experts, and shards of unequal length."""
 

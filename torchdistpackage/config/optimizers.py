@@ -16,12 +16,13 @@ MIN_8BIT_SIZE, BLOCK_SIZE = 4096, 256
 class ParameterPart:
     """The elements of one parameter that a rank updates.
 
-    shape: of the parameter. is_table: it is an embedding or a head. count: number of elements
-    updated here.
+    shape: of the parameter. is_table: it is an embedding or a head. is_matrix: it is a matrix or a
+    stack of them, and no table. count: number of elements updated here.
     """
 
     shape: tuple[int, ...]
     is_table: bool
+    is_matrix: bool
     count: int
 
 
@@ -72,6 +73,11 @@ def one_number(part: ParameterPart, num_bytes: int) -> int:
 def two_numbers(part: ParameterPart, num_bytes: int) -> int:
     """Return the bytes of two numbers for each element."""
     return 2 * part.count * num_bytes
+
+
+def _one_of_matrices(part: ParameterPart, num_bytes: int) -> int:
+    """Return the bytes of momentum for a matrix, and of AdamW's two means for anything else."""
+    return (1 if part.is_matrix else 2) * part.count * num_bytes
 
 
 def _rows_and_columns(part: ParameterPart, num_bytes: int) -> int:
@@ -127,7 +133,7 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = {
         OptimizerSpec(
             "muon",
             f"{_MAKERS}:muon",
-            one_number,  # a little less than it has, with the AdamW of embeddings and vectors
+            _one_of_matrices,
             takes="matrices",
             needs_whole="makes the update of a whole matrix orthogonal",
             takes_split=True,

@@ -5,6 +5,7 @@ error messages and resolved.yaml follow from it. Rules about several keys are in
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, PrivateAttr
@@ -50,6 +51,11 @@ class RunSection(Section):
         description="Seed of the initial weights, the order of the data and dropout. Change it to "
         "repeat a run with other random numbers.",
     )
+
+    @property
+    def folder(self) -> Path:
+        """The run folder: `dir` / `name`."""
+        return Path(self.dir) / self.name
 
 
 class ParallelSection(Section):

@@ -12,15 +12,12 @@ so that no exit code has to be guessed at and no log parsed.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
 import pickle
-import re
-import symtable
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -34,7 +31,6 @@ from torchdistpackage.launch.process import name_thread
 
 MAIN_ALIAS = "__tdp_main__"
 _CUT = "__tdp_cut__"
-_STAR_IMPORT = re.compile(r"^\s*from\s.+\simport\s+\*", re.MULTILINE)
 _loading: list[str] = []
 """Modules whose top level this process, a rank, is executing to find a function."""
 
@@ -174,56 +170,9 @@ class EntryPoint:
         return self.file is None or (file is not None and str(Path(file).resolve()) == self.file)
 
 
-def missing_module(target: str, folders: Sequence[str]) -> str:
-    """Return the part of "pkg.module:name" that is no module under `folders`, or "" if all parts
-    exist.
-
-    Nothing is imported, so a missing function is not noticed. Modules without a file (built in, or
-    found by an import hook) count as existing.
-    """
-    parts = target.partition(":")[0].split(".")
-    search = [Path(folder) for folder in folders]
-    for number, part in enumerate(parts, 1):
-        name = ".".join(parts[:number])
-        packages = [folder / part for folder in search if (folder / part).is_dir()]
-        if packages:  # with __init__.py or, as a namespace, without
-            search = packages
-            continue
-        is_file = any(
-            (folder / f"{part}.py").is_file() or any(folder.glob(f"{part}.*.so"))
-            for folder in search
-        )
-        if is_file and number == len(parts):
-            return ""
-        elsewhere = number == 1 and not is_file and importlib.util.find_spec(part)
-        return "" if elsewhere else name if not is_file else ".".join(parts[: number + 1])
-    return ""
-
-
-def missing_name(target: str, folders: Sequence[str]) -> str:
-    """Return the name that the file of "pkg.module:name" under `folders` lacks, with similar names.
-
-    "" if the file defines the name or may define it. The file is read and not run. A star import, a
-    module's `__getattr__`, a name set in another way and a file that is not Python may all hide the
-    name, so they count as defining it.
-    """
-    module, _, dotted = target.partition(":")
-    inner, package = Path(*module.split(".")), dotted.partition(".")[0]
-    paths = (Path(x) / y for x in folders for y in (inner / "__init__.py", f"{inner}.py"))
-    file = next((path for path in paths if path.is_file()), None)
-    if file is None or not package:
-        return ""
-    try:
-        text = file.read_text()
-        names = set(symtable.symtable(text, str(file), "exec").get_identifiers())
-    except (OSError, SyntaxError, ValueError):  # what the import says of it is better
-        return ""
-    if not names.isdisjoint({package, "__getattr__", "globals", "setattr", "exec"}) or (
-        _STAR_IMPORT.search(text)
-    ):
-        return ""
-    near = difflib.get_close_matches(package, names, n=1)
-    return f"{package} in {file}" + (f"; did you mean {near[0]}?" if near else "")
+def user_object(path: str) -> Callable[..., object]:
+    """Return the object that `pkg.module:name` names."""
+    return EntryPoint.of(path).resolve()
 
 
 def main_is_loading() -> bool:

@@ -16,11 +16,6 @@ from torchdistpackage.launch.lock import Lock, take
 from torchdistpackage.run_files import RunDir
 
 
-def run_folder(config: RunConfig) -> Path:
-    """Return `run.dir` / `run.name`."""
-    return Path(config.run.dir) / config.run.name
-
-
 def prepare_folder(config: RunConfig, resume: str) -> Path:
     """Make the run folder and return it. With `--resume never` an earlier one is renamed first.
 
@@ -29,7 +24,7 @@ def prepare_folder(config: RunConfig, resume: str) -> Path:
     Raises:
         LaunchError: it cannot be made or renamed.
     """
-    folder = run_folder(config)
+    folder = config.run.folder
     try:
         if resume == "never" and any(not path.is_dir() for path in folder.rglob("*")):
             number = 1

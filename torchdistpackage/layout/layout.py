@@ -99,6 +99,13 @@ class Layout:
     ranges: tuple[Ranges, ...] = ()
     is_table: bool = False
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether matrix optimizers take it: a matrix, or a stack of experts' matrices, that is no
+        table.
+        """
+        return len(self.shape) == 2 + (self.view == "expert") and not self.is_table
+
     def __post_init__(self) -> None:
         for field, empty in (("split", ()), ("parts", ())):
             if not getattr(self, field):

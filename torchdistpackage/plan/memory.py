@@ -116,7 +116,8 @@ def memory(
             gradients += count * formats.reduced.num_bytes
         stepped = part if zero >= 1 else count
         optimizer += stepped * wide.num_bytes * (has_copy + (config.optim.ema_decay is not None))
-        state = ParameterPart(tuple(layout.shape), layout.is_table, stepped)
+        shape = tuple(layout.shape)
+        state = ParameterPart(shape, layout.is_table, layout.is_matrix, stepped)
         optimizer += config.optim.spec.state_bytes(state, wide.num_bytes)
     return MemoryEstimate(weights, gradients, optimizer)
 

@@ -143,8 +143,10 @@ def flat_memory(plan: Plan, rank: int) -> tuple[MemoryEstimate, float]:
         if not plan.zero:
             continue
         padding += bucket.end * weight - (not bucket.is_freed) * num_elements * weight
-        if plan.zero >= 2:  # the sum is apart from the buffer
-            padding += (bucket.part - sum(bucket.parts().values())) * wide
+        # the sum of gradients, and a copy that the optimizer steps, are apart from the buffers and
+        # as long as the slice
+        copies = (plan.zero >= 2) + (bucket.is_freed or formats.weights != formats.gradients)
+        padding += copies * (bucket.part - sum(bucket.parts().values())) * wide
     state = memory(plan.config, plan.topology, layouts, rank, plan.packed, parts)
     return state, padding + sum(sorted(under_way)[-UNDER_WAY:])
 

@@ -26,7 +26,6 @@ from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.slurm import extra_of
 from torchdistpackage.data.tokens.texts import wrong_texts
 from torchdistpackage.errors import CheckpointError, LaunchError
-from torchdistpackage.launch.run_folder import run_folder
 from torchdistpackage.plan.elastic import fitted
 from torchdistpackage.plan.logits_file import wrong_logits
 from torchdistpackage.plan.reference_file import wrong_reference
@@ -161,7 +160,7 @@ def refuse_checkpoint(config: RunConfig, resume: str, plan: Callable[[], Plan]) 
     The plan is made only if there is such a checkpoint.
     """
     has_copies = config.checkpoint.local_dir is not None
-    own_folder = run_folder(config) / CHECKPOINTS
+    own_folder = config.run.folder / CHECKPOINTS
     if (checkpoint := resumed_from(resume, own_folder, has_copies=has_copies)) is not None:
         refuse_other_model(checkpoint, plan())
         refuse_other_optimizer(checkpoint, config)

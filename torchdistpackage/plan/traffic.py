@@ -235,8 +235,7 @@ def _matrices(plan: Plan, rank: int) -> Iterator[CallCount]:
     by_settings: dict[int | None, list[str]] = {}
     for name, count in counts.items():
         layout = plan.layouts[name]
-        is_matrix = len(layout.shape) == 2 + (layout.view == "expert") and not layout.is_table
-        if count and is_matrix and any("tensor" in axes for axes in layout.split[-2:]):
+        if count and layout.is_matrix and any("tensor" in axes for axes in layout.split[-2:]):
             by_settings.setdefault(optim.group_of(name), []).append(name)
     dtype = "float64" if plan.numbers.gradients.dtype == "float64" else "bfloat16"
     for names in by_settings.values():

@@ -1,18 +1,18 @@
 """Find the modules that a configuration names by import path. No torch."""
 
+import difflib
+import importlib.util
+import re
+import symtable
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torchdistpackage.config.errors import Problem
 from torchdistpackage.config.schema import RunConfig
-from torchdistpackage.launch.entrypoint import EntryPoint, missing_module, missing_name
 
-
-def user_object(path: str) -> Callable:
-    """Return the object that `pkg.module:name` names."""
-    return EntryPoint.of(path).resolve()
+_STAR_IMPORT = re.compile(r"^\s*from\s.+\simport\s+\*", re.MULTILINE)
 
 
 def code_folder(env: Mapping[str, str]) -> str:
@@ -61,3 +61,55 @@ def unknown_modules(config: RunConfig, folder: str) -> list[Problem]:
             continue
         problems.append(config.problem(key, f"{path}: {text}"))
     return problems
+
+
+def missing_module(target: str, folders: Sequence[str]) -> str:
+    """Return the part of "pkg.module:name" that is no module under `folders`, or "" if all parts
+    exist.
+
+    Nothing is imported, so a missing function is not noticed. Modules without a file (built in, or
+    found by an import hook) count as existing.
+    """
+    parts = target.partition(":")[0].split(".")
+    search = [Path(folder) for folder in folders]
+    for number, part in enumerate(parts, 1):
+        name = ".".join(parts[:number])
+        packages = [folder / part for folder in search if (folder / part).is_dir()]
+        if packages:  # with __init__.py or, as a namespace, without
+            search = packages
+            continue
+        is_file = any(
+            (folder / f"{part}.py").is_file() or any(folder.glob(f"{part}.*.so"))
+            for folder in search
+        )
+        if is_file and number == len(parts):
+            return ""
+        elsewhere = number == 1 and not is_file and importlib.util.find_spec(part)
+        return "" if elsewhere else name if not is_file else ".".join(parts[: number + 1])
+    return ""
+
+
+def missing_name(target: str, folders: Sequence[str]) -> str:
+    """Return the name that the file of "pkg.module:name" under `folders` lacks, with similar names.
+
+    "" if the file defines the name or may define it. The file is read and not run. A star import, a
+    module's `__getattr__`, a name set in another way and a file that is not Python may all hide the
+    name, so they count as defining it.
+    """
+    module, _, dotted = target.partition(":")
+    inner, package = Path(*module.split(".")), dotted.partition(".")[0]
+    paths = (Path(x) / y for x in folders for y in (inner / "__init__.py", f"{inner}.py"))
+    file = next((path for path in paths if path.is_file()), None)
+    if file is None or not package:
+        return ""
+    try:
+        text = file.read_text()
+        names = set(symtable.symtable(text, str(file), "exec").get_identifiers())
+    except (OSError, SyntaxError, ValueError):  # what the import says of it is better
+        return ""
+    if not names.isdisjoint({package, "__getattr__", "globals", "setattr", "exec"}) or (
+        _STAR_IMPORT.search(text)
+    ):
+        return ""
+    near = difflib.get_close_matches(package, names, n=1)
+    return f"{package} in {file}" + (f"; did you mean {near[0]}?" if near else "")

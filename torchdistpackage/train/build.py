@@ -33,6 +33,7 @@ from torchdistpackage.ddp.zero.frozen import ShardedWeights
 from torchdistpackage.ddp.zero.optimizer import ZeroOptimizer
 from torchdistpackage.errors import ConfigError, ScheduleError
 from torchdistpackage.harness.watchdog import HangWatchdog
+from torchdistpackage.launch.entrypoint import user_object
 from torchdistpackage.layout.derive import BATCH_AXES
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.lazy import resolve
@@ -49,7 +50,6 @@ from torchdistpackage.plan.reference_file import wrong_reference
 from torchdistpackage.plan.run_plan import Plan, rank_memory
 from torchdistpackage.plan.step_time import known_step_seconds
 from torchdistpackage.plan.teacher import sharing_groups
-from torchdistpackage.plan.user_code import user_object
 from torchdistpackage.run_files import CHECKPOINTS
 from torchdistpackage.schedule.actions import Schedule
 from torchdistpackage.schedule.generators import evaluation

@@ -7,9 +7,9 @@ ranks of one stage. replica_check.py compares values that ranks must hold alike.
 from torchdistpackage.data.blend import BlendedDataset
 from torchdistpackage.errors import ConfigError, NonFiniteError
 from torchdistpackage.harness.stragglers.compare import Comparison
+from torchdistpackage.launch.entrypoint import user_object
 from torchdistpackage.launch.run_events import SAVE, note_event
 from torchdistpackage.plan.run_plan import Plan, stage_loads
-from torchdistpackage.plan.user_code import user_object
 from torchdistpackage.train.log import SHARES
 from torchdistpackage.train.loop import Callback, Loop
 from torchdistpackage.train.nonfinite import explain

@@ -33,10 +33,10 @@ from torchdistpackage.data.tokens.token_cache import cut_documents
 from torchdistpackage.data.tokens.unpaired_rows import cut_answers
 from torchdistpackage.data.unpaired_data import UnpairedDataset
 from torchdistpackage.errors import DataError
+from torchdistpackage.launch.entrypoint import user_object
 from torchdistpackage.lazy import resolve
 from torchdistpackage.models.registry import spec_of
 from torchdistpackage.plan.run_plan import Plan
-from torchdistpackage.plan.user_code import user_object
 from torchdistpackage.train.evaluation import (
     DocumentWindows,
     TokenWindows,

@@ -14,9 +14,10 @@ from torchdistpackage.data.source import DataSource
 from torchdistpackage.errors import ConfigError, TorchDistError
 from torchdistpackage.harness.lint.linter import lint
 from torchdistpackage.harness.lint.report import LintReport
+from torchdistpackage.launch.entrypoint import user_object
 from torchdistpackage.plan.run_plan import Plan
 from torchdistpackage.plan.shrink import shrunk
-from torchdistpackage.plan.user_code import add_user_code, user_object
+from torchdistpackage.plan.user_code import add_user_code
 from torchdistpackage.train.build import build
 from torchdistpackage.train.data_build import build_data
 

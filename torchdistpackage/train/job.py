@@ -27,7 +27,7 @@ from torchdistpackage.launch.fork_server_client import ForkServer
 from torchdistpackage.launch.lock import Lock
 from torchdistpackage.launch.process import SignalFlag, name_thread
 from torchdistpackage.launch.run_events import END, note_event
-from torchdistpackage.launch.run_folder import cannot_write, only_writer, prepare_folder, run_folder
+from torchdistpackage.launch.run_folder import cannot_write, only_writer, prepare_folder
 from torchdistpackage.launch.run_rows import last_rows
 from torchdistpackage.launch.slurm.node_blocklist import record_failed_nodes
 from torchdistpackage.launch.slurm.query import limited
@@ -122,7 +122,7 @@ def start_ranks(path: str, overrides: list[str], resume: str) -> int:
     name_thread("tdp-launcher")
     config, plan, resume = _checked(path, overrides, resume)
     num_procs = plan.world_size
-    files = RunDir(run_folder(config).absolute())
+    files = RunDir(config.run.folder.absolute())
     in_job = attempt_id(os.environ) != "local"
     # from here on the folder is this process's alone, and what is found in it stays as it is
     with only_writer(files.run):
@@ -195,7 +195,7 @@ def _checked(path: str, overrides: list[str], resume: str) -> tuple[RunConfig, P
         return config, make_plan(config, num_procs, path, bad=draft.bad)
 
     def resumed() -> str:
-        files = RunDir(run_folder(draft.config).absolute())
+        files = RunDir(draft.config.run.folder.absolute())
         return resume_of(files, _this_start(files, 0), resume)
 
     run = collector.run("the plan", plan_keys(draft.config), planned)
@@ -218,7 +218,7 @@ def watch_rank(config: RunConfig, rendezvous: Rendezvous, resume: str = "auto") 
     name_thread(f"tdp-watch-{rendezvous.rank}")
     signals = SignalFlag()
     signals.listen(config.launch.requeue.signals)
-    files = RunDir(run_folder(config).absolute())
+    files = RunDir(config.run.folder.absolute())
     watch = lead_start if rendezvous.rank == 0 else follow_start
     try:
         return watch(config, rendezvous, resume, files, signals)
@@ -308,7 +308,7 @@ def _wait_for_room(files: RunDir, signals: SignalFlag, limit_s: float) -> None:
 
 def be_rank(config: RunConfig, rendezvous: Rendezvous, resume: str) -> int:
     """Run as a rank that torchrun started outside of a job."""
-    files = RunDir(run_folder(config).absolute())
+    files = RunDir(config.run.folder.absolute())
     resume = resume_of(files, _this_start(files, 0), resume)
     if rendezvous.rank == 0:
         refuse_unplanned_checkpoint(config, resume, rendezvous.world_size)
@@ -321,7 +321,7 @@ def be_rank_in_job(config: RunConfig, rendezvous: Rendezvous, resume: str) -> in
 
     All ranks read the same files, so they agree whether to train.
     """
-    files = RunDir(run_folder(config).absolute())
+    files = RunDir(config.run.folder.absolute())
     start = _this_start(files, 0)
     resume = resume_of(files, start, resume)
     is_main = rendezvous.rank == 0

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from torchdistpackage.config.optim_section import OptimSection
 from torchdistpackage.errors import ConfigError
+from torchdistpackage.launch.entrypoint import user_object
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import mark_parameter
 from torchdistpackage.lazy import resolve
 from torchdistpackage.optim.muon import Muon
-from torchdistpackage.plan.user_code import user_object
 from torchdistpackage.train.decay import decaying
 from torchdistpackage.train.update import LR_SCALE
 
@@ -83,12 +83,11 @@ def _is_matrix(p: nn.Parameter, layout: Layout | None) -> bool:
 
     It marks the parameter with its layout, which tells Muon its parts.
     """
-    stacked = layout is not None and layout.view == "expert"
-    if p.dim() != 2 + stacked:
-        return False
-    if layout is not None:
+    if layout is None:
+        return p.dim() == 2
+    if layout.is_matrix:
         mark_parameter(p, layout, None, 0)
-    return True
+    return layout.is_matrix
 
 
 def _settings(section: OptimSection, name: str) -> tuple[float, float]:

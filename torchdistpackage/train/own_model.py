@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 
 from torchdistpackage.errors import ConfigError
+from torchdistpackage.launch.entrypoint import user_object
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.tables import table_parameters
 from torchdistpackage.parallel.pipeline.partition.sequential import chunks_of
-from torchdistpackage.plan.user_code import user_object
 
 
 def own_stages(

@@ -28,10 +28,11 @@ from torchdistpackage.errors import TorchDistError
 from torchdistpackage.harness.parity.layout_ranks import records_of
 from torchdistpackage.harness.parity.layouts import ParityReport, text_of
 from torchdistpackage.harness.pool import RankPool, Ranks
+from torchdistpackage.launch.entrypoint import user_object
 from torchdistpackage.plan.parity_plan import ComparedOption, ParityRun, parity_run, smaller_layouts
 from torchdistpackage.plan.run_plan import Plan
 from torchdistpackage.plan.smaller_arguments import with_smaller_arguments
-from torchdistpackage.plan.user_code import add_user_code, user_object
+from torchdistpackage.plan.user_code import add_user_code
 from torchdistpackage.train.parity_steps import ONE_PROCESS, record_run
 
 _LIMIT_S = 600.0

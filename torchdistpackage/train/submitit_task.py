@@ -16,7 +16,6 @@ from typing import cast
 
 from torchdistpackage.config.load import load
 from torchdistpackage.errors import RankError
-from torchdistpackage.launch.run_folder import run_folder
 from torchdistpackage.launch.slurm.requeue import RequeueDecision, may_requeue, read_decision
 from torchdistpackage.launch.slurm.restart_script import IGNORE_SIGNALS_UNTIL_READY
 from torchdistpackage.run_files import RunDir
@@ -53,7 +52,7 @@ class TrainingTask:
         rank = os.environ.get("SLURM_PROCID", "0")
         if code:
             raise RankError(f"rank {rank} ended with code {code}; its log is in the run folder")
-        files = RunDir(run_folder(load(self.path, self.overrides)).absolute())
+        files = RunDir(load(self.path, self.overrides).run.folder.absolute())
         decision = read_decision(files, os.environ)
         if (
             decision is not None

@@ -30,7 +30,7 @@ from torchdistpackage.harness.hang.dump import remove_traces
 from torchdistpackage.harness.watchdog import HangWatchdog, agree_on_start
 from torchdistpackage.launch.process import SignalFlag, name_thread
 from torchdistpackage.launch.run_events import END, flat, note_event, note_start
-from torchdistpackage.launch.run_folder import only_writer, prepare_folder, run_folder
+from torchdistpackage.launch.run_folder import only_writer, prepare_folder
 from torchdistpackage.launch.slurm.requeue import EXIT_TEMPFAIL, Decision, RequeueDecision
 from torchdistpackage.launch.slurm.run_dir import amend_start, append_start, attempt_id, this_start
 from torchdistpackage.plan.certificate import proof_of
@@ -104,7 +104,7 @@ class RunRank:
 
     @property
     def folder(self) -> Path:
-        return run_folder(self.config)
+        return self.config.run.folder
 
     @property
     def files(self) -> RunDir:
@@ -165,7 +165,7 @@ def _join(config: RunConfig, resume: str, signals: SignalFlag | None) -> RunRank
         init_timeout_s=config.launch.init_timeout_s,
         same_versions=config.launch.same_versions,
         share_gpus=config.launch.share_gpus,
-        dump_folder=RunDir(run_folder(config)).logs,
+        dump_folder=RunDir(config.run.folder).logs,
         options=world_options(plan),
     )
     agreed = with_steps(agreed_date(with_template_date(config, resume)))

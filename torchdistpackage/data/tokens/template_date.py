@@ -11,7 +11,6 @@ from torchdistpackage.config.chat_templates import folder_writes_date
 from torchdistpackage.config.load import load
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.launch.run_folder import run_folder
 from torchdistpackage.run_files import RESOLVED
 
 
@@ -28,7 +27,7 @@ def with_template_date(config: RunConfig, resume: str = "auto") -> RunConfig:
     """
     if not needs_date(config):
         return config
-    runs = [] if resume == "never" else [run_folder(config)]
+    runs = [] if resume == "never" else [config.run.folder]
     if resume not in ("auto", "never"):
         runs.append(Path(resume).parent.parent)
     dates = (recorded for run in runs if (recorded := _recorded(run)) is not None)
