@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.common import write
@@ -24,6 +24,7 @@ from torchdistpackage.config.load import load
 from torchdistpackage.harness.bench.profile import read
 from torchdistpackage.plan.layout_search import LayoutChoice, search
 from torchdistpackage.plan.measured import measured_device, measured_fabric
+from torchdistpackage.predict.error_table import kendall_tau
 
 CONFIG = "configs/gpt_tiny.yaml"
 STEPS, WARM_UP = 20, 6
@@ -94,12 +95,6 @@ def main() -> None:
             f"it prints {chosen[1]['measured_s'] / fastest - 1:.1%}\n"
         )
     write(given.json, {"layouts": rows, "search": chosen, "taus": taus})
-
-
-def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return how alike two rankings are: pairs in one order less those in another, over all."""
-    signs = [(a[0] - b[0]) * (a[1] - b[1]) for a, b in itertools.combinations(pairs, 2)]
-    return sum((x > 0) - (x < 0) for x in signs) / max(len(signs), 1)
 
 
 def _searched(trial: "_Trial") -> list[dict]:

@@ -8,9 +8,12 @@ from torchdistpackage.predict.devices import DEVICES
 from torchdistpackage.predict.error_table import (
     MISSED,
     compare,
+    kendall_tau,
     misses_bar,
+    rankings,
     readme_sentence,
     table,
+    token_seconds,
 )
 from torchdistpackage.predict.fitting import fit
 from torchdistpackage.predict.published import ROWS, SOURCES, is_checked
@@ -36,6 +39,14 @@ def test_the_page_lists_the_check_rows_that_miss_a_bar_and_no_others() -> None:
     assert {x.row.number for x in compare() if misses_bar(x)} == MISSED.keys()
     text = PAGE.read_text(encoding="utf-8").partition("Missed by check rows")[2]
     assert not [why for why in MISSED.values() if why not in text]
+
+
+def test_layouts_of_one_model_are_ranked_as_published() -> None:
+    groups = rankings()
+    assert sum(len(rows) == 4 for rows in groups.values()) == 6, "those of eight B200"
+    pairs = [len(rows) * (len(rows) - 1) // 2 for rows in groups.values()]
+    taus = [kendall_tau(token_seconds(rows)) for rows in groups.values()]
+    assert sum(n * tau for n, tau in zip(pairs, taus, strict=True)) / sum(pairs) >= 0.9
 
 
 def test_every_row_has_a_source_a_device_and_a_number_of_its_own() -> None:

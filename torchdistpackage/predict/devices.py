@@ -22,12 +22,18 @@ class Fit:
 
     matmul: share of the peak that large bfloat16 matmuls reach. memory: share of the memory
     bandwidth that element-wise kernels reach. link: share of a link's bandwidth that large
-    collectives reach.
+    collectives reach. float8: share of its peak that float8 reaches, always borrowed; None: as
+    `matmul`.
     """
 
     matmul: float
     memory: float
     link: float
+    float8: float | None = None
+
+    def of_matmul(self, dtype: str) -> float:
+        """Return the share of the peak in this dtype that large matmuls reach."""
+        return self.float8 if dtype == "float8" and self.float8 is not None else self.matmul
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,7 @@ class Accelerator:
 # What `scripts/prediction_table.py --fit NAME` prints, which a test holds them to.
 _A100 = Fit(matmul=0.82, memory=0.70, link=0.75)
 _H100 = Fit(matmul=0.60, memory=0.90, link=0.75)
+_B200 = Fit(matmul=0.44, memory=0.90, link=0.75, float8=_H100.matmul)
 
 _FLASH2_ON_AMPERE = (0.62, 0.55)
 _FLASH2_ON_BLACKWELL = (0.16, 0.14)
@@ -213,8 +220,8 @@ DEVICES: dict[str, Accelerator] = {
             node_size=8,
             network_bytes_per_s=400 * GBIT,
             cores=148,
-            fit=_H100,
-            is_fitted=False,
+            fit=_B200,
+            is_fitted=True,
             source="NVIDIA DGX B200 data sheet",
             flash2=_FLASH2_ON_BLACKWELL,
         ),
@@ -235,7 +242,7 @@ DEVICES: dict[str, Accelerator] = {
             node_size=8,
             network_bytes_per_s=800 * GBIT,
             cores=148,
-            fit=_H100,
+            fit=_B200,
             is_fitted=False,
             source="NVIDIA DGX B300 data sheet",
             flash2=_FLASH2_ON_BLACKWELL,
@@ -257,7 +264,7 @@ DEVICES: dict[str, Accelerator] = {
             node_size=72,
             network_bytes_per_s=400 * GBIT,
             cores=148,
-            fit=_H100,
+            fit=_B200,
             is_fitted=False,
             source="NVIDIA GB200 NVL72 data sheet",
             flash2=_FLASH2_ON_BLACKWELL,
@@ -280,7 +287,7 @@ DEVICES: dict[str, Accelerator] = {
             node_size=72,
             network_bytes_per_s=800 * GBIT,
             cores=148,
-            fit=_H100,
+            fit=_B200,
             is_fitted=False,
             source="NVIDIA GB300 NVL72 data sheet",
             flash2=_FLASH2_ON_BLACKWELL,

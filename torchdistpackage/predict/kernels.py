@@ -75,7 +75,7 @@ def matmul_seconds(
     if times := device.matmul_times.get(priced_as(device, dtype)):
         flops_of_one = matmul.flops / matmul.count
         return matmul.count * _between(times, flops_of_one) + memory_seconds(device, more_bytes)
-    core = device.peak(dtype) * device.clock * device.fit.matmul / device.cores
+    core = device.peak(dtype) * device.clock * device.fit.of_matmul(dtype) / device.cores
     seconds = math.inf
     for rows, columns, share in _TILES:
         tiles = math.ceil(matmul.m / rows) * math.ceil(matmul.n / columns) * matmul.count

@@ -5,8 +5,8 @@ Rows marked "fit" may be used to fit the constants of a device (`Fit` in devices
 recipe that it names says, and `assumed` says what neither does.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torchdistpackage.predict.workload import StepLayout, TransformerSizes
@@ -43,6 +43,8 @@ SOURCES = {
     "mlcommons/training_results_v5.0 and _v5.1",
     "O": "pytorch/ao, docs/source/workflows/training.md",
     "R": "PrimeIntellect-ai/prime-rl, benchmarks/baselines",
+    "S": "MooreThreads/SimuMax, docs/b200/b200_release_v1.2_summary.md (measured with Megatron-LM "
+    "23e00ed and Transformer Engine 2.11, flags in run_pretrain_llama3.sh there)",
     "W": "pytorch/torchtitan, benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md",
 }
 
@@ -89,6 +91,9 @@ LLAMA2_70B = TransformerSizes(80, 8192, 64, 8, 128, 28672, 32000)
 LLAMA3_8B = TransformerSizes(32, 4096, 32, 8, 128, 14336, 128256)
 LLAMA3_70B = TransformerSizes(80, 8192, 64, 8, 128, 28672, 128256)
 LLAMA3_405B = TransformerSizes(126, 16384, 128, 8, 128, 53248, 128256)
+LLAMA3_70B_12 = replace(LLAMA3_70B, layers=12)
+LLAMA3_405B_4 = replace(LLAMA3_405B, layers=4, kv_heads=16)
+"""Source S has 16 heads of keys and values."""
 QWEN3_06B = TransformerSizes(28, 1024, 16, 8, 128, 3072, 151936, tied=True, qk_norm=True)
 QWEN3_4B = TransformerSizes(36, 2560, 32, 8, 128, 9728, 151936, tied=True, qk_norm=True)
 QWEN3_30B = TransformerSizes(
@@ -201,6 +206,40 @@ def _gpt_oss(expert: int) -> StepLayout:
         clamps=True,
     )
 
+
+def _cut_layers(
+    name: str, sizes: TransformerSizes, seconds: Mapping[tuple[int, int], Sequence[float]]
+) -> list[PublishedStep]:
+    """Llama 3 at full width with few layers on eight B200, where nothing overlaps but what
+    Transformer Engine's backward does. seconds: by (tensor, pipe) those of steps with 4, 8 and 32
+    micro-batches."""
+    rows: list[PublishedStep] = []
+    for (tensor, pipe), steps in seconds.items():
+        data = 8 // (tensor * pipe)
+        text = f"PP{pipe} DP{data}" if pipe > 1 else f"TP{tensor} DP{data}" if data > 1 else "TP8"
+        for number, seconds_of in zip((4, 8, 32), steps, strict=True):
+            layout = StepLayout(
+                8,
+                4096,
+                1,
+                number,
+                tensor=tensor,
+                pipe=pipe,
+                zero=1,
+                sequence_parallel=tensor > 1,
+                overlaps_data=False,
+                attention="flash3",
+                joins=True,
+            )
+            key = f"s{name}-{text.partition(' ')[0].lower()}-{number}".lower()
+            title = f"Llama-3 {name}, {sizes.layers} layers, {text}, {number} micro-batches"
+            use: Literal["fit", "check"] = "fit" if key in _FITS_B200 else "check"
+            rows.append(PublishedStep(key, use, title, "b200", sizes, layout, seconds_of, "S"))
+    return rows
+
+
+_FITS_B200 = ("s70b-pp2-4", "s405b-tp4-4")
+"""A row of each model, one with a pipe and one with tensor ranks."""
 
 ROWS: tuple[PublishedStep, ...] = (
     *_korthikanti("1", "check", "22B", _megatron(48, 6144, 64), (8, 1, 1), (4, 1), (1.10, 1.42)),
@@ -666,6 +705,26 @@ ROWS: tuple[PublishedStep, ...] = (
         StepLayout(8, 8192, 2, 2, zero=1, float8=True, joins=True),
         32 / 30.62,
         "M",
+    ),
+    *_cut_layers(
+        "70B",
+        LLAMA3_70B_12,
+        {
+            (1, 2): (0.8430, 1.4768, 5.4365),
+            (2, 1): (0.7255, 1.3870, 5.3765),
+            (4, 1): (0.4098, 0.7656, 2.9646),
+            (8, 1): (0.2809, 0.5567, 2.0737),
+        },
+    ),
+    *_cut_layers(
+        "405B",
+        LLAMA3_405B_4,
+        {
+            (1, 2): (1.0746, 1.9354, 7.0464),
+            (2, 1): (0.9073, 1.7168, 6.6041),
+            (4, 1): (0.4760, 0.8996, 3.4554),
+            (8, 1): (0.2588, 0.4881, 1.9018),
+        },
     ),
     *(
         PublishedStep(

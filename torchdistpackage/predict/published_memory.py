@@ -3,37 +3,36 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from torchdistpackage.predict.published import LLAMA3_8B, SOURCES
+from torchdistpackage.predict.published import (
+    LLAMA3_8B,
+    LLAMA3_70B_12,
+    LLAMA3_405B_4,
+    SOURCES,
+)
 from torchdistpackage.predict.workload import StepLayout, TransformerSizes
 
 MEMORY_SOURCES = {
     "E": SOURCES["E"],
-    "S": "MooreThreads/SimuMax, docs/b200/b200_release_v1.2_summary.md (measured with Megatron-LM "
-    "23e00ed and Transformer Engine 2.11)",
+    "S": SOURCES["S"],
 }
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedMemory:
-    """One published peak of the device that holds most. gib: GiB as printed. counts: bytes of
-    tensors ("allocated"), or all that the caching allocator has taken of the device ("reserved").
+    """One published peak of the device that holds most, in GiB as printed.
+
+    allocated: bytes of tensors. reserved: all that the caching allocator has taken of the device.
+    None where the source does not print one. use: "fit" for the rows from which `ALLOCATOR_SHARE`
+    of step_memory.py comes.
     """
 
     title: str
     sizes: TransformerSizes
     layout: StepLayout
-    gib: float
-    counts: Literal["allocated", "reserved"]
+    allocated: float | None
+    reserved: float
+    use: Literal["fit", "check"]
     source: str
-
-
-def _llama3(layers: int, dim: int, heads: int, kv_heads: int, hidden: int) -> TransformerSizes:
-    """The full width of Llama 3, with few layers."""
-    return TransformerSizes(layers, dim, heads, kv_heads, 128, hidden, 128256)
-
-
-_LLAMA3_70B = _llama3(12, 8192, 64, 8, 28672)
-_LLAMA3_405B = _llama3(4, 16384, 128, 16, 53248)  # the source has 16 heads of keys and values
 
 
 def _megatron(seq_len: int, tensor: int = 1, pipe: int = 1, context: int = 1) -> StepLayout:
@@ -62,26 +61,43 @@ MEMORY_ROWS: tuple[PublishedMemory, ...] = (
             f"Llama-3 {name}, {sizes.layers} layers, {text}, {seq_len:,} tokens",
             sizes,
             layout,
-            gib,
-            "allocated",
+            allocated,
+            reserved,
+            "fit" if seq_len == 4096 else "check",
             "S",
         )
-        for name, sizes, text, seq_len, layout, gib in (
-            ("70B", _LLAMA3_70B, "PP2 DP4", 4096, _megatron(4096, pipe=2), 66.55),
-            ("70B", _LLAMA3_70B, "TP2 DP4", 4096, _megatron(4096, 2), 60.68),
-            ("70B", _LLAMA3_70B, "TP4 DP2", 4096, _megatron(4096, 4), 39.07),
-            ("70B", _LLAMA3_70B, "TP8", 4096, _megatron(4096, 8), 28.29),
-            ("405B", _LLAMA3_405B, "PP2 DP4", 4096, _megatron(4096, pipe=2), 87.08),
-            ("405B", _LLAMA3_405B, "TP2 DP4", 4096, _megatron(4096, 2), 81.59),
-            ("405B", _LLAMA3_405B, "TP4 DP2", 4096, _megatron(4096, 4), 52.89),
-            ("405B", _LLAMA3_405B, "TP8", 4096, _megatron(4096, 8), 38.57),
-            ("70B", _LLAMA3_70B, "TP2 CP4", 32768, _megatron(32768, 2, context=4), 68.43),
-            ("70B", _LLAMA3_70B, "CP8", 32768, _megatron(32768, context=8), 104.51),
-            ("405B", _LLAMA3_405B, "TP2 CP4", 32768, _megatron(32768, 2, context=4), 87.03),
-            ("405B", _LLAMA3_405B, "CP8", 32768, _megatron(32768, context=8), 139.22),
-            ("70B", _LLAMA3_70B, "TP2 CP4", 131072, _megatron(131072, 2, context=4), 112.67),
-            ("70B", _LLAMA3_70B, "CP8", 131072, _megatron(131072, context=8), 147.99),
-            ("405B", _LLAMA3_405B, "TP2 CP4", 131072, _megatron(131072, 2, context=4), 118.13),
+        for name, sizes, text, seq_len, layout, allocated, reserved in (
+            ("70B", LLAMA3_70B_12, "PP2 DP4", 4096, _megatron(4096, pipe=2), 66.55, 70.88),
+            ("70B", LLAMA3_70B_12, "TP2 DP4", 4096, _megatron(4096, 2), 60.68, 62.53),
+            ("70B", LLAMA3_70B_12, "TP4 DP2", 4096, _megatron(4096, 4), 39.07, 40.18),
+            ("70B", LLAMA3_70B_12, "TP8", 4096, _megatron(4096, 8), 28.29, 29.12),
+            ("405B", LLAMA3_405B_4, "PP2 DP4", 4096, _megatron(4096, pipe=2), 87.08, 92.26),
+            ("405B", LLAMA3_405B_4, "TP2 DP4", 4096, _megatron(4096, 2), 81.59, 84.7),
+            ("405B", LLAMA3_405B_4, "TP4 DP2", 4096, _megatron(4096, 4), 52.89, 54.65),
+            ("405B", LLAMA3_405B_4, "TP8", 4096, _megatron(4096, 8), 38.57, 39.83),
+            ("70B", LLAMA3_70B_12, "TP2 CP4", 32768, _megatron(32768, 2, context=4), 68.43, 70.33),
+            ("70B", LLAMA3_70B_12, "CP8", 32768, _megatron(32768, context=8), 104.51, 111.94),
+            ("405B", LLAMA3_405B_4, "TP2 CP4", 32768, _megatron(32768, 2, context=4), 87.03, 91.15),
+            ("405B", LLAMA3_405B_4, "CP8", 32768, _megatron(32768, context=8), 139.22, 152.14),
+            (
+                "70B",
+                LLAMA3_70B_12,
+                "TP2 CP4",
+                131072,
+                _megatron(131072, 2, context=4),
+                112.67,
+                121.4,
+            ),
+            ("70B", LLAMA3_70B_12, "CP8", 131072, _megatron(131072, context=8), 147.99, 159.65),
+            (
+                "405B",
+                LLAMA3_405B_4,
+                "TP2 CP4",
+                131072,
+                _megatron(131072, 2, context=4),
+                118.13,
+                127.5,
+            ),
         )
     ),
     *(
@@ -89,10 +105,11 @@ MEMORY_ROWS: tuple[PublishedMemory, ...] = (
             f"Llama-3.1 8B, FSDP{ranks}, compiled, 8,192 tokens",
             LLAMA3_8B,
             _titan(ranks),
-            gib,
-            "reserved",
+            None,
+            reserved,
+            "check",
             "E",
         )
-        for ranks, gib in ((8, 77.0), (128, 62.0))
+        for ranks, reserved in ((8, 77.0), (128, 62.0))
     ),
 )

@@ -3,14 +3,18 @@
 It describes the software of the published rows, not this package, whose own peak plan/peak.py adds
 up layer by layer. That is Megatron-LM with the fused kernels of Transformer Engine, whose attention
 keeps queries, keys, values and its output, or with ZeRO 3 FSDP2 of PyTorch. Bytes are those of
-tensors; the allocator's cache and NCCL's buffers are besides.
+tensors; NCCL's buffers are besides, and what the allocator holds is `reserved_bytes`.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.predict.workload import StepLayout, TransformerSizes
 
+ALLOCATOR_SHARE = 0.045
+"""Share of the bytes of tensors that the caching allocator holds besides, without expandable
+segments: least squares over the published rows marked fit, which a test holds it to."""
 WORKSPACE_BYTES = 96 << 20
 """Three workspaces of 32 MiB, as cuBLAS and Transformer Engine have them on Hopper and later."""
 
@@ -25,6 +29,11 @@ def step_memory(sizes: TransformerSizes, layout: StepLayout) -> dict[str, float]
         raise ConfigError(f"the memory of this published run is not predicted: {why}")
     stages = [_stage(sizes, layout, stage) for stage in range(layout.pipe)]
     return max(stages, key=lambda kinds: sum(kinds.values()))
+
+
+def reserved_bytes(kinds: Mapping[str, float]) -> float:
+    """Return what the caching allocator takes of the device for the bytes of `step_memory`."""
+    return (1 + ALLOCATOR_SHARE) * sum(kinds.values())
 
 
 def _unpredicted(sizes: TransformerSizes, layout: StepLayout) -> str | None:
