@@ -5,6 +5,7 @@ from typing import Any
 from torchdistpackage.layout.exchanges import EXCHANGES, AttentionSize
 from torchdistpackage.parallel.context.choice import choose, default_a2a_size, traffic
 from torchdistpackage.plan.run_plan import Plan
+from torchdistpackage.predict.workload import ContextExchange
 from torchdistpackage.text import size_text
 from torchdistpackage.topology.mesh import crossings
 
@@ -60,16 +61,29 @@ def attention_of_rank(plan: Plan) -> tuple[str, AttentionSize, int]:
     return way, batch, EXCHANGES[way].swap_size(size, inner)
 
 
+def context_exchange(plan: Plan, context: int, tensor: int, samples: int) -> ContextExchange:
+    """Return what ranks of a sequence exchange with these degrees and samples of a micro-batch;
+    blocks of ranks that exchange both count as a ring."""
+    way = plan.cp_comm_type if context > 1 else "ring"
+    if way == "auto":
+        way = choose(_attention_of(plan, tensor, samples), context).comm_type
+    return "heads" if way in EXCHANGES and EXCHANGES[way].swap == "all" else "ring"
+
+
 def _attention(plan: Plan) -> AttentionSize:
+    tensor = plan.topology.dense.axis_size("tensor")
+    return _attention_of(plan, tensor, plan.samples_per_microbatch)
+
+
+def _attention_of(plan: Plan, tensor: int, samples: int) -> AttentionSize:
     assert plan.model is not None
     heads, kv_heads, head_dim, _ = _heads(plan.model.shape)
-    tensor = plan.topology.dense.axis_size("tensor")
     return AttentionSize(
         seq_len=plan.model.shape.seq_len,
         heads=max(heads // tensor, 1),
         kv_heads=max(kv_heads // tensor, 1),
         head_dim=head_dim,
-        batch=plan.samples_per_microbatch,
+        batch=samples,
         itemsize=plan.numbers.activations.num_bytes,
     )
 

@@ -16,6 +16,7 @@ from itertools import count
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.errors import ConfigError, ScheduleError
+from torchdistpackage.plan.context_plan import context_exchange
 from torchdistpackage.plan.layout_space import (
     LayoutChoice,
     breaks_rules,
@@ -46,7 +47,7 @@ from torchdistpackage.plan.step_time import (
 from torchdistpackage.predict.collectives import Fabric
 from torchdistpackage.predict.devices import Accelerator
 from torchdistpackage.predict.step import StepModel
-from torchdistpackage.predict.workload import StepLayout
+from torchdistpackage.predict.workload import ContextExchange, StepLayout
 
 _ROUNDING = 1 - 1e-9
 
@@ -129,6 +130,7 @@ class _LayoutSearch:
     least: float | None = None
     refusal: str | None = None
     _work: dict[object, float] = field(default_factory=dict[object, float])
+    _exchanges: dict[object, ContextExchange] = field(default_factory=dict[object, ContextExchange])
 
     def result(self) -> SearchResult:
         self._prepare()
@@ -187,7 +189,7 @@ class _LayoutSearch:
         return min(near, key=lambda x: x.choice.complexity)
 
     def _prepare(self) -> None:
-        base = base_plan(self.run, self.ranks_per_node)
+        self.base = base = base_plan(self.run, self.ranks_per_node)
         if (why := unpredicted(base)) is not None:
             raise ConfigError(f"--search needs predictions, and the time of a step is {why}")
         self.bounds = MemoryBounds(self.run, self.world_size, base, not self.device.is_host)
@@ -199,10 +201,15 @@ class _LayoutSearch:
 
     def _layout(self, choice: LayoutChoice) -> StepLayout:
         """Return the result of `layout_of` for a plan of this choice."""
+        micro = self.bounds.micro_batch(choice)
+        of_exchange = choice.context, choice.tensor, micro
+        if of_exchange not in self._exchanges:
+            self._exchanges[of_exchange] = context_exchange(self.base, *of_exchange)
         return replace(
             self.layout,
             ranks=self.world_size,
-            micro_batch=self.bounds.micro_batch(choice),
+            micro_batch=micro,
+            context_exchange=self._exchanges[of_exchange],
             num_microbatches=choice.microbatches,
             tensor=choice.tensor,
             pipe=choice.pipe,

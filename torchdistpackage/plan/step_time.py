@@ -16,6 +16,7 @@ from torchdistpackage.errors import ConfigError
 from torchdistpackage.models.gpt_layout import HALVES, GPTShape
 from torchdistpackage.models.transformers_layout import TransformersShape, part_tables, parts
 from torchdistpackage.models.transformers_numbers import piece_costs
+from torchdistpackage.plan.context_plan import context_exchange
 from torchdistpackage.plan.run_plan import Plan
 from torchdistpackage.predict.collectives import Fabric
 from torchdistpackage.predict.devices import Accelerator, find_device, named_device
@@ -288,6 +289,9 @@ def layout_of(plan: Plan, ranks_per_node: int = 0) -> StepLayout:
         pipe=parallel.pipe,
         chunks=stages // parallel.pipe,
         context=parallel.context,
+        context_exchange=context_exchange(
+            plan, parallel.context, parallel.tensor, plan.samples_per_microbatch
+        ),
         expert=parallel.expert,
         zero=plan.zero,
         shard=(plan.zero_group or 0) * parallel.context,

@@ -427,9 +427,18 @@ class LayerCosts:
 
     def _context(self, time: BlockTime, ops: list[Operation], rerun: float) -> None:
         """Keys and values go around a ring, a hop while one part of the attention is computed;
-        backward their gradients go with them."""
+        backward their gradients go with them. An exchange of heads has nothing beside it: queries,
+        keys with values, and the result go one after another, and their gradients too."""
         x, z = self.layout, self.sizes
         if x.context == 1:
+            return
+        if x.context_exchange == "heads":
+            width, kv = z.heads * z.head_dim / x.tensor, 2 * z.kv_heads * z.head_dim / x.tensor
+            sizes = (x.tokens * each * x.item_bytes for each in (width, kv, width))
+            stride = x.stride("context")
+            one = sum(self.fabric.exchange_seconds(each, x.context, stride) for each in sizes)
+            time.context[0] += one
+            time.context[1] += (1 + rerun) * one
             return
         attention = next(op for op in ops if op.kind in ("attention", "scores"))
         num_bytes = x.tokens * 2 * z.kv_heads * z.head_dim / x.tensor * x.item_bytes

@@ -17,6 +17,7 @@ Recompute = Literal["none", "attention", "elementwise", "matmuls", "blocks"]
 second matmul (torchtitan's selective recompute by operation). blocks: the forward of whole
 blocks."""
 
+ContextExchange = Literal["ring", "heads"]
 Kernels = Literal["eager", "fused"]
 """fused: of norms, rotary positions, activations and loss each is one kernel, as torch.compile,
 Transformer Engine and Megatron-LM have them. eager: one kernel an operation of PyTorch."""
@@ -139,8 +140,10 @@ class StepLayout:
     FSDP2 does, whose parameters are DTensors. expert_bias: experts have biases, which Megatron-LM
     adds expert by expert in float32. clamps: gate and up of experts are clamped, each in a kernel
     of its own, and joined again by a copy, as Megatron-LM does before its fused activation.
-    order: axes from the slowest to the fastest varying; the default is Megatron-LM's. Experts lie
-    along data, or with `folds_context` along context and data together, as they do there.
+    context_exchange: keys and values go around the ranks of a sequence, or these trade heads for
+    sequence before and after attention. order: axes from the slowest to the fastest varying; the
+    default is Megatron-LM's. Experts lie along data, or with `folds_context` along context and data
+    together, as they do there.
     """
 
     ranks: int
@@ -151,6 +154,7 @@ class StepLayout:
     pipe: int = 1
     chunks: int = 1
     context: int = 1
+    context_exchange: ContextExchange = "ring"
     expert: int = 1
     zero: int = 0
     shard: int = 0
