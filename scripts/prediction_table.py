@@ -11,7 +11,13 @@ import sys
 from pathlib import Path
 
 from torchdistpackage.predict.devices import find_device
-from torchdistpackage.predict.error_table import PredictedRow, compare, readme_sentence, table
+from torchdistpackage.predict.error_table import (
+    PredictedRow,
+    compare,
+    kendall_tau,
+    readme_sentence,
+    table,
+)
 from torchdistpackage.predict.fitting import fit
 from torchdistpackage.report.svg import box, colour_of, document, text
 
@@ -71,6 +77,14 @@ def _own_runs() -> str:
         said += (
             f" Of {len(searched)} layouts of the narrow model, the one that `--search` ranks first "
             f"is {ranked:.1%} slower than the fastest, the first that it prints {printed:.1%}."
+        )
+    first = {x["layout"]: x["measured_s"] for x in found["layouts"]}
+    twice = [(first[x["layout"]], x["measured_s"]) for x in searched if x["layout"] in first]
+    if twice:
+        apart = sum(abs(a / b - 1) for a, b in twice) / len(twice)
+        said += (
+            f" {len(twice)} layouts were measured twice: the two times are {apart:.1%} apart in "
+            f"the mean, and rank the layouts with a tau of {kendall_tau(twice):.2f} to each other."
         )
     lines = ["", "## Our own runs", "", said]
     lines += ["", "| layout | predicted ms | measured ms | error |", "|---|---|---|---|"]
