@@ -115,7 +115,7 @@ def _measured(trainer: Trainer) -> MeasuredMemory:
         _bytes(weights),
         None if is_sharded else _bytes(gradients),
         _bytes(optimizer),
-        sum(n for key, n in live.at_peak.items() if key in state) - scalars,
+        sum(live.at_peak.values()) - _besides(live.at_peak, state) - scalars,
         max(_besides(x, state) for x in boundaries.noted),
         live.peak,
     )

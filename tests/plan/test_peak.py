@@ -2,13 +2,15 @@
 
 import json
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.plan.memory_ranks import MeasuredMemory, measured_and_predicted, note_of_exhaustion
 from tests.plan.test_traffic import CONFIGS
-from tests.train import parity, preference_ranks, test_unpaired
+from tests.train import head_ranks, parity, preference_ranks, test_unpaired
 from tests.train.transformers_ranks import save_model
 from torchdistpackage.config.load import loads
 from torchdistpackage.plan.memory_fit import (
@@ -33,7 +35,7 @@ TP, SP, BLOCKS = "tensor=2", "sequence_parallel=true", "train.recompute=blocks"
 LLAMA = ("model.norm=rms", "model.mlp=swiglu", "model.kv_heads=2")
 MOE = ("model.moe.num_experts=4", "model.moe.top_k=2")
 AUTOCAST, BF16 = ("precision.dtype=bf16",), ("precision.dtype=bf16", "precision.weights=bf16")
-GPIPE = "pipeline.schedule=gpipe"
+GPIPE, INTERLEAVED = "pipeline.schedule=gpipe", "pipeline.schedule=interleaved"
 PIPE = ("pipe=2", "pipeline.microbatches=4")
 TELLING = [
     (TP, SP, *LLAMA, *AUTOCAST),
@@ -92,7 +94,9 @@ def expect_predicted(case: tuple[str, ...], measured: MeasuredMemory, peak: Peak
     assert measured.gradients in (None, peak.gradients), f"{where}: gradients"
     assert measured.optimizer == peak.optimizer, f"{where}: optimizer state"
     state = peak.weights + peak.gradients + peak.optimizer + peak.buckets
-    if GPIPE not in case:  # whose worst moment is before the first gradient
+    if GPIPE in case or INTERLEAVED in case:  # worst before some stage has its first gradients
+        assert measured.state <= 1.0001 * state, f"{where}: with buffers"
+    else:
         assert measured.state == pytest.approx(state, rel=1e-4), f"{where}: with buffers"
     # the router decides which tokens come to a rank's experts, a peer which messages have left
     rel = 0.1 if "expert=2" in case else 0.05
@@ -191,6 +195,9 @@ MORE_TRACED = [
     ("llama", "data=2", "zero=3", *PAIRS),
     ("gpt", "data=2", *ANSWERS),
     ("llama+lora", "data=2", *ANSWERS),
+    ("llama", *PIPE, INTERLEAVED),
+    ("llama", TP, "data.name=reward"),
+    ("llama", "data=2", "data.name=regression"),
     ("own", "data=2"),
     ("own", "data=2", "zero=2", *AUTOCAST),
     ("own", "data=2", BLOCKS),
@@ -214,7 +221,7 @@ def traced_run(case: tuple[str, ...], folder: Path, ranks) -> list[str]:
             ranks(1).run(save_model, config, str(folder / name))
             more = ", load_in_4bit: true" if adapters == "qlora" else ""
             run += [f"model.hf={folder / name}", f"model.lora={{{ADAPTERS}{more}}}"]
-    keys = PAIRS_KEYS.get(next((x for x in settings if x.startswith("data.name=")), ""))
+    keys = TASK_KEYS.get(next((x for x in settings if x.startswith("data.name=")), ""))
     if keys is None:
         return [
             *run,
@@ -226,9 +233,13 @@ def traced_run(case: tuple[str, ...], folder: Path, ranks) -> list[str]:
     return [*run, *data]
 
 
-PAIRS_KEYS = {
+TASK_KEYS: dict[str, Callable[[Path], list[str]]] = {
     "data.name=preference": preference_ranks.data_keys,
     "data.name=unpaired_preference": test_unpaired.data_keys,
+    **{
+        f"data.name={kind}": partial(head_ranks.data_keys, kind)
+        for kind in ("classification", "token_classification", "regression", "reward")
+    },
 }
 
 
