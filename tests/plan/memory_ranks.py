@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.train import parity
 from torchdistpackage.ddp.sharded import ShardedOptimizer
 from torchdistpackage.parallel.tensor.four_bit import PackedProduct
-from torchdistpackage.plan.memory_fit import needs_trace
+from torchdistpackage.plan.memory_fit import needs_trace, rank_peak
 from torchdistpackage.plan.peak import PeakMemory, peak_memory
 from torchdistpackage.tools.activations import storages_of
 from torchdistpackage.tools.live_bytes import LiveBytes, Sizes
@@ -69,7 +69,7 @@ def measured_and_predicted(runs: list[list[str]]) -> list[tuple[MeasuredMemory, 
             with_bytes = traced(plan, (0, plan.topology.dense.coord(rank)["pipe"]))
             assert not isinstance(with_bytes, str), with_bytes
             plan = with_bytes
-        found.append((measured, peak_memory(plan, rank)))
+        found.append((measured, rank_peak(plan, rank)))
         trainer.close()
     return found
 

@@ -132,6 +132,21 @@ def test_so_it_is_in_every_layout(ranks, case):
         expect_predicted(case, *both)
 
 
+@pytest.mark.full
+def test_recompute_auto_holds_no_more_than_its_bound(ranks):
+    case = ("data=2", "model.layers=4")
+    both = [overrides(case), overrides((*case, BLOCKS))]
+    (_, whole), (_, least) = ranks(2).run(measured_and_predicted, both)[0]
+    state = whole.weights + whole.gradients + whole.optimizer
+    between = (whole.activations + least.activations) / 2 + whole.loss
+    within = f"train.memory_gb={(state + between) / 1e9}"
+    run = overrides((*case, "train.recompute=auto", within))
+    for ((measured, peak),) in ranks(2).run(measured_and_predicted, [run]):
+        assert least.activations < peak.activations < whole.activations
+        assert measured.kept <= peak.activations + peak.loss
+        assert measured.peak <= 1.1 * peak.total
+
+
 UNEVEN = [
     (4, "data=4", "zero=3", "expert=2", *MOE),
     (3, "data=3", "zero=1", "data.global_batch=12"),
