@@ -47,7 +47,7 @@ def test_a_saved_folder_has_the_ids_of_json_lines(tmp_path, monkeypatch):
     source = TextSource("arrow", str(folder), str(save_tokenizer(tmp_path / "t")))
     lines = save_lines(tmp_path / "x.jsonl", rows)
     assert same_ids(source, replace(source, kind="jsonl", path=str(lines)), tmp_path / "cache")
-    with pytest.raises(DataError, match=r"arrow: no column 'body'; there are text, n"):
+    with pytest.raises(DataError, match=r"arrow: no column 'body'; .*text, n"):
         tokenized(replace(source, field="body"), tmp_path / "cache")
     (folder / "data-00001-of-00002.arrow").write_bytes(b"no")
     with pytest.raises(DataError, match=r"cannot read .*00001-of-00002\.arrow as a stream"):

@@ -49,8 +49,8 @@ def groups_alone(rank: int) -> None:
 def test_an_unequal_order_of_groups():
     assert lint(groups_alone, GRID).ok
     with planted(
-        groups.Groups, "prepare", "for one in creations:",
-        "for one in sorted(creations, key=lambda c: c.ranks, reverse=self._rank % 2 == 1):",
+        groups.Groups, "prepare", "for creation in creations:",
+        "for creation in sorted(creations, key=lambda c: c.ranks, reverse=self._rank % 2 == 1):",
     ):  # fmt: skip
         finding = lint(groups_alone, GRID).finding
     assert finding.kind == "group creation" and len(finding.ranks) >= 2
@@ -59,8 +59,8 @@ def test_an_unequal_order_of_groups():
 
 def test_a_group_that_only_some_join():
     with planted(
-        groups.Groups, "prepare", "for one in creations:",
-        "for one in [c for c in creations if self._rank != 3 or c.ranks != (3, 5, 7)]:",
+        groups.Groups, "prepare", "for creation in creations:",
+        "for creation in [c for c in creations if self._rank != 3 or c.ranks != (3, 5, 7)]:",
     ):  # fmt: skip
         finding = lint(lambda rank: tpc.groups.prepare(some(rank)), GRID).finding
     assert finding.kind == "group creation" and 3 in finding.ranks

@@ -102,12 +102,12 @@ MISTAKES = {
         r"copy on stream 2 writes memory that aten.sum.default on stream 0",
     ),
     "a copy up of what is not down": (
-        (Offload, "to_device", "self._up.wait_event(came)"),
+        (Offload, "to_device", "self._up.wait_event(arrived)"),
         "down and up",
         r"copy on stream 2 reads memory that copy on stream 1 writes",
     ),
     "overwritten on its way down": (
-        (Offload, "free", "self._streams.current().wait_event(came)"),
+        (Offload, "free", "self._streams.current().wait_event(arrived)"),
         "down and up",
         r"zero_.default on stream 0 .* writes memory that copy on stream 1 reads",
     ),
