@@ -48,6 +48,25 @@ def check_regular(path: Path, *, follow: bool = False) -> int:
     return info.st_size
 
 
+def opened_size(path: Path) -> int:
+    """The size of a regular file as an open shows it.
+
+    A node of a network file system may remember the size that a file had while another node wrote
+    it; it asks the server again when the file is opened.
+
+    Raises:
+        OSError: as `check_regular`, or it cannot be read.
+    """
+    check_regular(path)
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW)
+    try:
+        info = os.fstat(handle)
+        _check(info, path, info.st_size)
+    finally:
+        os.close(handle)
+    return info.st_size
+
+
 def _check(info: os.stat_result, path: Path, most_bytes: int) -> None:
     if not stat.S_ISREG(info.st_mode):
         raise OSError(None, f"is {_KINDS.get(stat.S_IFMT(info.st_mode), 'no regular file')}", path)
@@ -169,7 +188,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         OSError: it is no regular file, or cannot be read.
         ValueError: the header is none, or is not true of the file.
     """
-    size_bytes = check_regular(path)
+    size_bytes = opened_size(path)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(size_bytes - 8, MAX_HEADER_BYTES):

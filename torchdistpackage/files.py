@@ -11,8 +11,9 @@ import os
 import socket
 import stat
 import tempfile
+import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -25,6 +26,11 @@ _HOST_LETTERS = 32
 _MOST_BYTES = 1 << 26
 """Largest file of lines that is read."""
 _TAIL_BYTES = 4096
+LATE_S = 60.0
+"""Longest time in seconds for which a file system may hide from one node what another has made;
+NFS remembers for so long that a name was not there (acdirmax).
+"""
+_LOOK_S = 0.2
 
 
 def atomic_write(path: Path, text: str, *, mode: int = 0o666) -> None:
@@ -47,10 +53,10 @@ def atomic_write_all(texts: Mapping[Path, str], *, mode: int = 0o666) -> None:
     drafts: dict[Path, Path] = {}
     try:
         for path, text in texts.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             drafts[path] = beside(path)
             descriptor = os.open(drafts[path], os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            with naming(path), os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
@@ -90,6 +96,40 @@ def append_text(path: Path) -> TextIO:
     return os.fdopen(handle, "a", encoding="utf-8", buffering=1)
 
 
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """Write all of `data`; os.write may take a part of it, without an error.
+
+    Raises:
+        OSError: the disk is full, or another file error.
+    """
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+@contextlib.contextmanager
+def naming(path: str | Path) -> Generator[None]:
+    """Put `path` into an OSError of the block that names no file, as that of a write or a flush."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def appears(path: Path, limit_s: float = LATE_S) -> bool:
+    """Wait until this node sees a name that another node has just made; return whether it does."""
+    until_s = time.monotonic() + limit_s
+    while not os.path.lexists(path):
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(_LOOK_S)
+        # NFS asks its server again whether a name is there once the folder is opened
+        with contextlib.suppress(OSError):
+            os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY))
+    return True
+
+
 def beside(path: Path) -> Path:
     """A hidden name in the same folder that no other process on any machine has."""
     host = socket.gethostname()[:_HOST_LETTERS]
@@ -104,16 +144,15 @@ def append_json(path: Path, value: Mapping[str, Any]) -> None:
     Raises:
         OSError: it cannot be written, or is no regular file.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     file = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o664)
     try:
         size = os.lseek(file, 0, os.SEEK_END)
         # a writer may have been killed in the middle of a line; it keeps that line to itself
         begin = "\n" if size and os.pread(file, 1, size - 1) != b"\n" else ""
-        line = f"{begin}{json.dumps(value)}\n".encode()
-        while line:  # what a full disk has not taken raises
-            line = line[os.write(file, line) :]
-        os.fsync(file)
+        with naming(path):
+            write_all(file, f"{begin}{json.dumps(value)}\n".encode())
+            os.fsync(file)
     finally:
         os.close(file)
 
@@ -158,18 +197,26 @@ def tail(path: Path, start_bytes: int = 0) -> str:
 
 
 def make_folder(folder: Path) -> list[Path]:
-    """Make `folder` and those above it; the ones that were missing, the lowest first.
+    """Make `folder` and those above it; return the ones that were missing, the lowest first.
 
     Raises:
         OSError: one cannot be made; then none is left.
     """
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    missing = [path for path in (folder, *folder.parents) if not path.exists()] or [folder]
+    made: list[Path] = []
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        for path in reversed(missing):
+            try:
+                path.mkdir()
+                made.insert(0, path)
+            except FileExistsError:
+                # another process has made it meanwhile, perhaps on another node
+                if not appears(path) or not path.is_dir():
+                    raise
     except OSError:
-        remove_empty(missing)
+        remove_empty(made)
         raise
-    return missing
+    return made
 
 
 def remove_empty(folders: list[Path]) -> None:

@@ -60,7 +60,7 @@ def test_a_resume_removes_what_restarts_have_left_and_nothing_else(tmp_path, mon
         resumed = write(tmp_path / "other", 70, Retention())
     random = {"rng_cpu": torch.get_rng_state()}
     loaded = SimpleNamespace(step=70, tokens=0, extras=random, facts={}, degrees={})
-    monkeypatch.setattr(train_state, "latest_together", lambda own, rank: resumed)
+    monkeypatch.setattr(train_state, "latest_together", lambda own, rank, saved: resumed)
     monkeypatch.setattr(train_state, "load", lambda *args, **more: loaded)
     monkeypatch.setattr(train_state, "tpc", SimpleNamespace(topology=None))
     trainer = SimpleNamespace(

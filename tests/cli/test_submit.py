@@ -11,6 +11,7 @@ import pytest
 from torchdistpackage.checkpoint.manifest import Manifest
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import load
+from torchdistpackage.disk_room import mount_of
 from torchdistpackage.launch.lock import hold
 from torchdistpackage.launch.slurm import snapshot
 from torchdistpackage.launch.slurm.node_blocklist import NodeIncident, record
@@ -323,19 +324,21 @@ def test_a_full_disk_refuses_a_submission_and_leaves_nothing_half_made(
         free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_bsize
         (small_disk / "filler").write_bytes(b"x" * (free - left_bytes))
 
-    for left_bytes in (0, 64 << 10):
+    # a checkpoint of the run takes 24 KiB, its code more than 64
+    submit = ["submit", "run.yaml", "model.layers=2", "model.dim=4", "model.heads=1"]
+    for left_bytes, code, cause in ((0, 2, "0 B"), (64 << 10, 1, "No space left on device")):
         fill(left_bytes)
-        assert main(["submit", "run.yaml"]) == 1
+        assert main(submit) == code
         said = capsys.readouterr().err
-        assert "No space left on device" in said and str(small_disk) in said
+        assert cause in said and str(small_disk) in said
         assert [p.name for p in small_disk.iterdir()] == ["filler"] and calls(work) == []
         (small_disk / "filler").unlink()
-    assert main(["submit", "run.yaml"]) == 0
+    assert main(submit) == 0
     files = RunDir(small_disk / "one")
     before = {p: p.read_bytes() for p in (files.config, files.script, files.records)}
     (work / "run.yaml").write_text(RUN + "train: {steps: 70}\n")
     fill(64 << 10)
-    assert main(["submit", "run.yaml"]) == 1
+    assert main(submit) == 1
     assert {p: p.read_bytes() for p in before} == before
     assert len([*(files.run / "code").iterdir()]) == 1, "what resubmit needs is as it was"
 
@@ -379,3 +382,16 @@ def test_files_that_are_not_there_are_refused_before_the_queue_unless_the_job_fe
     (work / "there").mkdir()
     assert main(["submit", "run.yaml", "run.name=two", "data.name=text", "data.path=there"]) == 0
     assert len(calls(work)) == 2
+
+
+def test_a_run_folder_without_room_for_a_checkpoint_is_refused_with_numbers(work: Path, capsys):
+    device = mount_of(work)[0]
+    quota = work.parent / "bin" / "quota"
+    quota.write_text(f"#!/bin/sh\necho ' {device} 1000 1001 1001 0 10 10 10 0'\n")
+    quota.chmod(0o755)
+    assert main(["submit", "run.yaml"]) == 2
+    error = capsys.readouterr().err
+    assert "run.dir" in error and "1 KiB and 0 files" in error and "5 files" in error
+    assert calls(work) == [] and not (work / "runs").exists()
+    quota.write_text(f"#!/bin/sh\necho ' {device} 1000 0 0 0 10 0 0 0'\n")
+    assert main(["submit", "run.yaml"]) == 0 and len(calls(work)) == 1

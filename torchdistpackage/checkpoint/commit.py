@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from torchdistpackage.checkpoint import manifest as manifests
@@ -28,6 +28,7 @@ from torchdistpackage.checkpoint.manifest import (
 )
 from torchdistpackage.checkpoint.retention import BEST_STEP, Retention, reasons
 from torchdistpackage.errors import CheckpointError
+from torchdistpackage.files import appears, naming
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def make_temporary(folder: Path, step: int) -> Path:
 def settle(path: Path) -> None:
     """Flush a file that was just written, and give it the permissions of the run's folder."""
     path.chmod(path.parent.parent.stat().st_mode & 0o666)
-    with path.open("rb") as file:
+    with naming(path), path.open("rb") as file:
         # wait for the disk here: the rename that follows must not become durable before the data
         os.fsync(file.fileno())
 
@@ -98,7 +99,8 @@ def commit(temporary: Path, manifest: Manifest) -> Path:
             f"the manifest has {len(text):,} bytes, but readers accept at most "
             f"{manifests.MAX_BYTES:,}; save from fewer ranks"
         )
-    path.write_text(text, encoding="utf-8")
+    with naming(path):
+        path.write_text(text, encoding="utf-8")
     settle(path)
     # Order matters for a crash at any point: files and their names reach the disk before the
     # rename, and the old checkpoint keeps a name that readers accept until the new one is in place.
@@ -187,14 +189,45 @@ def newest_complete(
     return None, damaged
 
 
-def candidates(folder: Path) -> list[Path]:
-    """Return folders that may be checkpoints, newest first, without checking them."""
+def candidates(folder: Path, saved: Collection[int] = ()) -> list[Path]:
+    """Return folders that may be checkpoints, newest first, without checking them.
+
+    saved: steps whose folders are looked for by name too, as a listing may lack new ones.
+    """
     if not folder.is_dir():
         return []
-    matches = [(match, path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
+    named = (path for step in saved if (path := folder / folder_name(step)).is_dir())
+    return newest_first({*folder.iterdir(), *named})
+
+
+def newest_first(paths: Iterable[Path]) -> list[Path]:
+    """Return those of `paths` that have the name of a checkpoint, newest first."""
+    matches = [(match, path) for path in paths if (match := _STEP.fullmatch(path.name))]
     # For one step the replaced checkpoint comes second.
     matches.sort(key=lambda pair: (-int(pair[0][1]), pair[0][2] or ""))
     return [path for _, path in matches]
+
+
+def wait_for_files(path: Path, share: tuple[int, int] = (0, 1)) -> None:
+    """Wait until this node sees the files of a checkpoint, which another node sees.
+
+    share: as in `damage`.
+    """
+    appears(path / manifests.NAME)
+    for name in absent(path, share):
+        appears(path / name)
+
+
+def absent(path: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
+    """Return the files of a checkpoint that this node does not see, its manifest among them.
+
+    share: as in `damage`.
+    """
+    try:
+        names = sorted(read_manifest(path).files)[share[0] :: share[1]]
+    except (OSError, CheckpointError):
+        return [] if os.path.lexists(path / manifests.NAME) else [manifests.NAME]
+    return [name for name in names if not os.path.lexists(path / name)]
 
 
 def set_aside(folder: Path, after_step: int) -> None:
@@ -279,6 +312,7 @@ def _flush_folder(folder: Path) -> None:
     """Wait until the names in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        with naming(folder):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

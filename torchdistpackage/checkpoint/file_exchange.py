@@ -21,6 +21,7 @@ from torchdistpackage.checkpoint.nodes import NodePlace, pairs_of
 from torchdistpackage.checkpoint.save import file_name
 from torchdistpackage.comm.side_channel import SideChannel
 from torchdistpackage.errors import CheckpointError
+from torchdistpackage.files import naming, write_all
 
 _BLOCK_BYTES = 1 << 22
 _HEADER_BYTES = 24
@@ -117,12 +118,12 @@ class _KeptFile:
         self._checksum.update(data)
         if self._file is not None and not self._errors:
             with self._keeping_error():
-                while data:  # a short write repeats, and then raises if the disk is full
-                    data = data[self._file.write(data) :]
+                write_all(self._file.fileno(), data)
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with self._keeping_error():  # a network file system may tell of a full disk only here
+                self._file.close()
 
     def check(self) -> None:
         """Raise what went wrong; a source without a file reports that itself."""
@@ -141,7 +142,8 @@ class _KeptFile:
     @contextmanager
     def _keeping_error(self) -> Iterator[None]:
         try:
-            yield
+            with naming(self.path):
+                yield
         except OSError as error:
             self._errors.append(error)
 

@@ -7,9 +7,11 @@ to one rank, such as its random state.
 """
 
 import json
+import logging
 import math
+import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,12 +21,18 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from torchdistpackage.checkpoint.commit import (
+    absent,
     candidates,
     damage,
+    folder_name,
+    newest_first,
     none_complete,
+    step_of,
+    wait_for_files,
     warn_skipped,
 )
 from torchdistpackage.checkpoint.manifest import (
+    NAME,
     Claim,
     Fact,
     Manifest,
@@ -52,10 +60,15 @@ from torchdistpackage.comm.primitives import Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.ddp.sharded import ShardedOptimizer
 from torchdistpackage.errors import CheckpointError
+from torchdistpackage.files import appears
 from torchdistpackage.layout.derive import Box
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.topology.mesh import Topology
 
+log = logging.getLogger(__name__)
+
+_ASKED = 1000
+"""Largest number of files that all ranks look for, because some rank does not see them."""
 STEP = "step"
 """Key of torch.optim's step count, a scalar also for parameters that have dims."""
 
@@ -79,11 +92,16 @@ class Loaded:
     extras: Mapping[str, int | Tensor]
 
 
-def latest_together(folder: str | Path, *, rank: int, group: Group | None = None) -> Path | None:
+def latest_together(
+    folder: str | Path, *, rank: int, saved: Collection[int] = (), group: Group | None = None
+) -> Path | None:
     """Return the newest checkpoint whose checksums are all right, the same path on every rank.
 
-    The ranks share the reading, and log a warning for each damaged newer checkpoint.
+    The ranks share the reading, and log a warning for each damaged newer checkpoint. What one node
+    sees, the others wait for: a file system may show it to them later.
 
+    saved: steps that the run's record says were saved. A listing may lack the newest ones, so they
+    are looked for by name; a newer one that is lost is a warning.
     group: all ranks.
 
     Raises:
@@ -92,11 +110,18 @@ def latest_together(folder: str | Path, *, rank: int, group: Group | None = None
     group = resolve_group(group, "global")
     ranks = primitives.ranks_of(group)
     share = (ranks.index(rank), len(ranks))
-    # All ranks use the first rank's listing: on a shared disk the others may see an older one.
-    names = primitives.broadcast_object([str(path) for path in candidates(Path(folder))], group)
-    assert isinstance(names, list)
+    listed = candidates(Path(folder), saved)
+    names = cast(list[str], primitives.reduce_objects([x.name for x in listed], _union, group))
+    steps = {step_of(Path(name)) for name in names}
+    for step in {*saved} - steps:
+        newest = folder_name(max(steps)) if steps else "none"
+        log.warning(
+            "step %d was saved in %s, but no node sees it: newest is %s", step, folder, newest
+        )
     last = ""
-    for path in map(Path, names):
+    for path in (Path(folder) / name for name in names):
+        if _is_somewhere(path, share, group):
+            wait_for_files(path, share)
         own_damage = damage(path, checksums=True, share=share)
         problem = primitives.reduce_objects(own_damage, _first_problem, group)
         if problem is None:
@@ -107,6 +132,32 @@ def latest_together(folder: str | Path, *, rank: int, group: Group | None = None
     if names:
         raise none_complete(Path(folder), len(names), last)
     return None
+
+
+def _union(listings: list[Any]) -> object:
+    """Return the names that any rank has listed, the newest first, in the order of `candidates`."""
+    names = {name for listing in listings for name in listing}
+    return [path.name for path in newest_first(Path(name) for name in names)]
+
+
+def _is_somewhere(path: Path, share: tuple[int, int], group: Group) -> bool:
+    """Return whether each file of a checkpoint is seen by some rank, the same on all ranks.
+
+    Each rank looks at its share first, and all look again at what is not seen there.
+    """
+
+    def some(absent_files: list[Any]) -> object:
+        return sorted({name for names in absent_files for name in names})[:_ASKED]
+
+    names = cast(list[str], primitives.reduce_objects(absent(path, share), some, group))
+    if not names:
+        return True
+    seen = [name for name in names if os.path.lexists(path / name)]
+    num_seen = primitives.reduce_objects(
+        seen, lambda seen_files: len({name for x in seen_files for name in cast(list[str], x)}),
+        group,
+    )  # fmt: skip
+    return num_seen == len(names)
 
 
 def _first_problem(problems: list[object]) -> object:
@@ -141,12 +192,16 @@ def load(
     doing = f"loading {path}"
     if isinstance(optimizer, ShardedOptimizer):
         optimizer.finish()  # a gather in flight would overwrite what is loaded
+    # `latest_together` has seen all files, though perhaps from other nodes
+    is_there = not checksums or _is_somewhere(path, (group.rank(), group.size()), group)
     with fail_together(group, doing):
         params = params_of(params, topology, rank)
+        if is_there:
+            appears(path / NAME)
         reading = ShardReader(path, params, TopologyRank(topology, rank), optimizer)
         manifest = reading.manifest
         with_extras = with_extras and manifest.degrees == degrees_of(topology)
-        reading.check_files(checksums, {file_name(rank)} if with_extras else set())
+        reading.check_files(checksums, {file_name(rank)} if with_extras else set(), is_there)
     owned = primitives.reduce_objects(reading.num_owned, cast(Any, sum), group)
     with fail_together(group, doing):
         reading.check_total(cast(int, owned))
@@ -209,11 +264,16 @@ class ShardReader:
         if optimizer is not None and not is_sharded:
             self._ask_states(layouts)
 
-    def check_files(self, checksums: bool, more_files: set[str]) -> None:
-        """Check the files to read, and those in `more_files`, against the manifest."""
+    def check_files(self, checksums: bool, more_files: set[str], is_there: bool) -> None:
+        """Check the files to read, and those in `more_files`, against the manifest.
+
+        is_there: some node sees each of them, so this rank waits for those that it does not see.
+        """
         claims_of = claims(self.manifest)
         names = sorted({*self._reads, *more_files})
         for name in names:
+            if is_there:
+                appears(self.path / name)
             try:
                 self._check_file(name, claims_of, checksums)
             except (FileNotFoundError, ValueError, CheckpointError) as error:

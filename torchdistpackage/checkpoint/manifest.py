@@ -19,7 +19,14 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from torchdistpackage.bounded import DTYPES, check_regular, parse_json, read_header, read_regular
+from torchdistpackage.bounded import (
+    DTYPES,
+    check_regular,
+    opened_size,
+    parse_json,
+    read_header,
+    read_regular,
+)
 from torchdistpackage.checkpoint.checksums import Checksum, Crc32, add_file, new_checksum
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.derive import Box, overlap, shifted
@@ -240,7 +247,10 @@ def claims(manifest: Manifest) -> dict[str, list[Claim]]:
 
 
 def check_size(path: Path, expected: FileFacts) -> None:
-    """Check that a file is regular and has the expected size, without opening it.
+    """Check that a file is regular and has the expected size.
+
+    It is opened only if its size seems wrong: a network file system then asks its server again,
+    where the node may remember the size of a file that another node was still writing.
 
     Raises:
         FileNotFoundError: the file is missing.
@@ -248,6 +258,8 @@ def check_size(path: Path, expected: FileFacts) -> None:
     """
     try:
         size_bytes = check_regular(path)
+        if size_bytes != expected.size_bytes:
+            size_bytes = opened_size(path)
     except FileNotFoundError:
         raise
     except OSError as error:

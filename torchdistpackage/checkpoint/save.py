@@ -9,6 +9,8 @@ use theirs. Ranks meet only between two steps, in `PendingSave.agree`. A `SaveTa
 folders ranks write to, and which rank commits them.
 """
 
+import errno
+import logging
 import shutil
 import socket
 import threading
@@ -35,8 +37,12 @@ from torchdistpackage.comm.creation import PerGroup
 from torchdistpackage.comm.primitives import ForEach, Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.ddp.sharded import ShardedOptimizer
+from torchdistpackage.disk_room import rooms_of, shortage
 from torchdistpackage.errors import CheckpointError
+from torchdistpackage.files import appears
 from torchdistpackage.topology.mesh import Topology
+
+log = logging.getLogger(__name__)
 
 
 def save(
@@ -164,6 +170,9 @@ class SharedFolder:
         final = commit(temporary, saved.manifest(_table(self.group).tensors(files), files))
         if self._keep is not None:
             retain(self.path, self._keep, final, saved.facts.get(BEST_STEP))
+        num_bytes = sum(each.size_bytes for each in files.values())
+        if problem := shortage(self.path, num_bytes, len(files) + 1):
+            log.warning("the next checkpoint does not fit: %s", problem)
 
 
 _tables: PerGroup[PieceTable] = PerGroup()
@@ -256,6 +265,7 @@ class PendingSave:
         temporary = self._temporary = Path(str(folder))
 
         def write() -> WrittenFiles:
+            appears(temporary)  # another node has made it
             files = self._write(temporary, self._cancelled.is_set)
             return self._target.describe(temporary, files)
 
@@ -411,7 +421,7 @@ def _agreed(
     text = (
         None
         if own_error is None
-        else f"on {socket.gethostname()}: {type(own_error).__name__}: {own_error}"
+        else f"on {socket.gethostname()}: {type(own_error).__name__}: {own_error}{_room(own_error)}"
     )
     ranks = primitives.ranks_of(group)
 
@@ -433,6 +443,14 @@ def _agreed(
     if problem:
         raise CheckpointError(problem) from own_error
     return answer
+
+
+def _room(error: Exception) -> str:
+    """Return what is left where a file could not be written for lack of room; else ""."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    rooms = rooms_of(Path(str(error.filename))) if error.filename else []
+    return f" ({'; '.join(map(str, rooms))})" if rooms else ""
 
 
 def _first_failure(

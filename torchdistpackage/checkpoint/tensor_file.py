@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchdistpackage.bounded import DTYPES, StoredTensor, check_regular, read_header
+from torchdistpackage.bounded import DTYPES, StoredTensor, opened_size, read_header
 from torchdistpackage.checkpoint.checksums import BLOCK_BYTES, Crc32, new_checksum
 from torchdistpackage.checkpoint.manifest import FileFacts
 from torchdistpackage.errors import CheckpointError
@@ -31,7 +31,7 @@ class TensorFile:
     def __init__(self, path: Path):
         self.path = path
         self._stored: dict[str, StoredTensor] = read_header(path)
-        size_bytes = check_regular(path)
+        size_bytes = opened_size(path)
         self._bytes = torch.from_file(str(path), shared=False, size=size_bytes, dtype=torch.uint8)
         ends = (stored.span[1] for stored in self._stored.values())
         self._begin = size_bytes - max(ends, default=0)

@@ -7,6 +7,7 @@ aligned.
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
@@ -21,6 +22,7 @@ from torchdistpackage.checkpoint.manifest import FileFacts, Manifest
 from torchdistpackage.checkpoint.snapshot import Snapshot
 from torchdistpackage.comm.flight_recorder import dtype_name
 from torchdistpackage.errors import CheckpointError
+from torchdistpackage.files import naming
 
 _ALIGN_BYTES = 64
 
@@ -81,13 +83,14 @@ def write_stream(
     order = sorted(described, key=lambda key: -DTYPES.get(described[key][0], ("", 0))[1])
     head = make_header({key: described[key] for key in order}, metadata)
     checksum, size_bytes = new_checksum(), 0
-    with path.open("wb", buffering=BLOCK_BYTES) as file:
+    with naming(path), path.open("wb", buffering=BLOCK_BYTES) as file:
         for data in _blocks(head, order, read_tensor):
             if cancelled():
                 raise CancelledSave(f"{path.name} was not written to its end")
             checksum.update(data)
             file.write(data)
             size_bytes += len(data)
+        _flush(file)
     return FileFacts(size_bytes, checksum.hexdigest())
 
 
@@ -104,16 +107,33 @@ def copy_file(
         OSError: the file cannot be read, the disk is full, or another file error.
     """
     checksum = new_checksum()
-    with target.open("wb", buffering=BLOCK_BYTES) as file:
-        while data := source.read(BLOCK_BYTES):
+    with naming(target), target.open("wb", buffering=BLOCK_BYTES) as file:
+        while data := _block_of(source):
             if cancelled():
                 raise CancelledSave(f"{target.name} was not copied to its end")
             checksum.update(data)
             file.write(data)
+        _flush(file)
     if problem := expected.differs(checksum):
         raise CheckpointError(f"{source.name} {problem}")
     settle(target)
     return expected
+
+
+def _block_of(source: BinaryIO) -> bytes:
+    """Return the next block of a file; an error names it."""
+    with naming(source.name):
+        return source.read(BLOCK_BYTES)
+
+
+def _flush(file: BinaryIO) -> None:
+    """Wait until the disk has what was written by this descriptor.
+
+    A network file system tells an error, such as a quota that is reached, to the descriptor that
+    wrote, and once: one that is opened later may hear of none.
+    """
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def make_header(

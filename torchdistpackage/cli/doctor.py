@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
+from torchdistpackage.disk_room import mount_of
 from torchdistpackage.environment.network import is_loopback, read_addresses, resolve
 from torchdistpackage.errors import TorchDistError
 from torchdistpackage.launch.process import usable_cpus
@@ -184,7 +185,6 @@ def _slurm(env: Mapping[str, str]) -> Facts:
 
 
 def _file_systems(env: Mapping[str, str], folder: Path) -> Facts:
-    mounts = [line.split()[1:4] for line in Path("/proc/mounts").read_text().splitlines()]
     shared = Path("/dev/shm")
     places = {
         "runs": folder.absolute(),
@@ -195,9 +195,7 @@ def _file_systems(env: Mapping[str, str], folder: Path) -> Facts:
     for name, path in places.items():
         while not path.exists():
             path = path.parent
-        mount, kind, options = max(
-            (m for m in mounts if path.is_relative_to(m[0])), key=lambda m: len(m[0])
-        )
+        _, mount, kind, options = mount_of(path)
         room = os.statvfs(path)
         free = room.f_bavail * room.f_frsize
         flags = [x for x in ("ro", "noexec") if x in options.split(",")]

@@ -19,6 +19,7 @@ from torchdistpackage.config.errors import ConfigErrors, Problem
 from torchdistpackage.config.load import load_draft
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import MAX_NAME_BYTES
+from torchdistpackage.disk_room import shortage
 from torchdistpackage.environment.slurm_env import scrub_slurm_env
 from torchdistpackage.launch.lock import hold
 from torchdistpackage.launch.run_folder import prepare_folder
@@ -38,8 +39,9 @@ from torchdistpackage.launch.slurm.submit import (
 )
 from torchdistpackage.plan.certificate import unproved
 from torchdistpackage.plan.elastic import check_nodes
+from torchdistpackage.plan.memory import least_save_bytes
 from torchdistpackage.plan.refusals import check_job_files, refuse_unplanned_checkpoint
-from torchdistpackage.plan.run_plan import make_plan, plan_keys
+from torchdistpackage.plan.run_plan import Plan, make_plan, plan_keys
 from torchdistpackage.run_files import RunDir
 from torchdistpackage.text import size_text
 from torchdistpackage.train.submitit_task import TrainingTask
@@ -203,12 +205,26 @@ def _checked_run(path: str, overrides: Sequence[str]) -> RunConfig:
     config, collector = draft.config, ProblemCollector(draft, path)
 
     def plan() -> None:
-        check_nodes(config, job_shape(config, draft.bad), path, draft.bad)
+        plans = check_nodes(config, job_shape(config, draft.bad), path, draft.bad)
+        _refuse_crowded_folder(plans[-1], path)
 
     collector.run("the plan", plan_keys(config), plan)
     check_job_files(collector, config, path, str(Path.cwd()))
     collector.finish()
     return config
+
+
+def _refuse_crowded_folder(plan: Plan, path: str) -> None:
+    """Refuse a run in whose folder not even one checkpoint fits, by what is free and the quota.
+
+    Raises:
+        ConfigErrors: says what is left, and what a checkpoint takes.
+    """
+    config, world_size = plan.config, plan.topology.world_size
+    num_bytes = least_save_bytes(config, plan.layouts.values())
+    if problem := shortage(config.run.folder.absolute(), num_bytes, world_size + 1):
+        text = f"has no room for one checkpoint: {problem}; make room, or name another folder"
+        raise ConfigErrors(path, [config.problem("run.dir", text)])
 
 
 def _refuse_unproved(run: RunConfig, path: str) -> None:

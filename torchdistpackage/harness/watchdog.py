@@ -28,6 +28,7 @@ from torchdistpackage.environment.failure import from_exception, is_secondary, n
 from torchdistpackage.environment.network import interface_trouble
 from torchdistpackage.environment.rendezvous import detect
 from torchdistpackage.errors import ConfigError
+from torchdistpackage.files import appears
 from torchdistpackage.harness.hang import flights
 from torchdistpackage.harness.hang.dump import Dump, Folder, Nearby, Process, State
 from torchdistpackage.harness.hang.shutdown import Shutdown, end_s
@@ -42,6 +43,8 @@ PEEKS = 4
 """Looks per LOOK_S at what this host's cache has, which cost the shared file system nothing."""
 FLIGHTS_S = 2.0
 """Limit in seconds for the dump of NCCL's flight recorder."""
+_UNSEEN_S = 15.0
+"""Seconds after which a rank that does not see the folder of rank 0 counts as without it."""
 _FRAMES = 64
 _CALLERS = re.compile(r".*(<frozen runpy>|/torchdistpackage/launch/)")
 """Frames that come before the user's in every stack and explain nothing."""
@@ -107,9 +110,9 @@ def agree_on_start(folder: str | Path, *, rank: int, world_size: int) -> str:
     if world_size == 1:
         return start
     start = str(primitives.broadcast_object(start))
-    # a new name, so no file system remembers that it was not there
     files = Folder(parent, start)
-    own_view = (files.path.is_dir(), f"{socket.gethostname()} at {parent}")
+    # a new name, which no file system remembers as absent; still some show it seconds later
+    own_view = (appears(files.path, _UNSEEN_S), f"{socket.gethostname()} at {parent}")
     problem = primitives.reduce_objects(own_view, _blind_ranks)
     if problem:  # each would report, in the first hang, that the others have never come
         if rank == 0:

@@ -29,7 +29,7 @@ from typing import NamedTuple
 from torchdistpackage.bounded import parse_json
 from torchdistpackage.environment.slurm_env import in_step
 from torchdistpackage.errors import HeldError, LaunchError
-from torchdistpackage.files import beside, make_folder, open_regular, remove_empty
+from torchdistpackage.files import beside, make_folder, open_regular, remove_empty, write_all
 from torchdistpackage.launch.process import started_ticks
 from torchdistpackage.launch.slurm.query import Outcome, Runner, limited, query_jobs
 
@@ -314,6 +314,7 @@ def _make_way(path: Path, claimant: LockHolder, runner: Runner | None) -> None:
     try:
         holder, silent_s, freed = _read(path)
     except FileNotFoundError:
+        time.sleep(_RETRY_S)  # removed just now, or made on another node and not seen here yet
         return
     why = _why_gone(holder, claimant, silent_s, freed, runner)
     if not why:
@@ -357,7 +358,7 @@ def _write(path: Path, claimant: LockHolder) -> int:
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
     _HANDLES.add(handle)
     try:
-        os.write(handle, to_json(replace(claimant, flocked=_flock(handle) is True)).encode())
+        write_all(handle, to_json(replace(claimant, flocked=_flock(handle) is True)).encode())
         os.fsync(handle)
     except BaseException:
         _close(handle)

@@ -41,7 +41,7 @@ from torchdistpackage.environment.failure import (
     with_crash,
 )
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.files import atomic_write, open_regular, tail
+from torchdistpackage.files import atomic_write, open_regular, tail, write_all
 from torchdistpackage.launch.process import (
     STOPPED,
     SignalFlag,
@@ -320,8 +320,7 @@ def _write_all(fd: int, data: bytes) -> None:
     the run.
     """
     with contextlib.suppress(OSError):
-        while data:
-            data = data[os.write(fd, data) :]
+        write_all(fd, data)
 
 
 def note_stopped(report: Path, letter: str) -> None:

@@ -25,16 +25,15 @@ def fitted(config: RunConfig, world_size: int, source: str = "the configuration"
 
 def check_nodes(
     config: RunConfig, shape: JobGeometry, source: str, bad: Collection[str] = ()
-) -> None:
-    """Plan a job on every number of nodes that it may use; `bad` as in `make_plan`.
+) -> list[Plan]:
+    """Return the plans of a job on every number of nodes that it may use; `bad` as in `make_plan`.
 
     Raises:
         ConfigErrors: it cannot be on the fewest, or the model not on others; with the reasons.
     """
     if config.launch.elastic.nodes is None:
-        for world_size in shape.world_sizes:
-            make_plan(config, world_size, source, bad=bad)
-        return
+        return [make_plan(config, x, source, bad=bad) for x in shape.world_sizes]
+    plans: list[Plan] = []
     problems: list[Problem] = []
     key = "launch.elastic.nodes"
     try:
@@ -43,11 +42,12 @@ def check_nodes(
         raise ConfigErrors(source, [config.problem(key, _why(error))]) from error
     for nodes in counts:
         try:
-            elastic_plan(config, nodes * shape.tasks_per_node, source)
+            plans.append(elastic_plan(config, nodes * shape.tasks_per_node, source))
         except ConfigError as error:
             problems.append(config.problem(key, f"not on {nodes} nodes: {_why(error)}"))
     if problems:
         raise ConfigErrors(source, problems)
+    return plans
 
 
 def _why(error: ConfigError) -> str:

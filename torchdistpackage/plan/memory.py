@@ -122,6 +122,22 @@ def memory(
     return MemoryEstimate(weights, gradients, optimizer)
 
 
+def least_save_bytes(config: RunConfig, layouts: Iterable[Layout]) -> int:
+    """Return the bytes of a checkpoint, without headers and what is not trained."""
+    formats = number_formats(config.precision)
+    weight, wide = formats.weights, formats.gradients
+    num_bytes = 0
+    for layout in layouts:
+        if not config.model.is_trained(layout.name):
+            continue
+        count = math.prod(layout.shape)
+        shape = tuple(layout.shape)
+        state = ParameterPart(shape, layout.is_table, layout.is_matrix, count)
+        num_bytes += count * (weight.num_bytes + wide.num_bytes * (weight != wide))
+        num_bytes += config.optim.spec.state_bytes(state, wide.num_bytes)
+    return num_bytes
+
+
 def with_frozen(
     estimate: MemoryEstimate,
     config: RunConfig,

@@ -9,7 +9,7 @@ take long to read:
    models/refusals.py
 3. `--resume` of a folder that is not there: `named_folder` (resume_check.py)
 4. files and your own modules: `refuse_files`, then texts: `refuse_texts`; of a job `job_problems`,
-   by `tdp submit`
+   by `tdp submit`, which also refuses a run folder without room (cli/submit.py)
 5. under the lock of the run folder: a folder that a job would move away under itself
    (`refuse_moving_aside`), and the checkpoint to resume from (`refuse_checkpoint`)
 6. a start that would do again what came to nothing: `restart_denied` (launch/slurm/requeue.py)

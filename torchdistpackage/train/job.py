@@ -22,7 +22,7 @@ from torchdistpackage.data.tokens.template_date import with_template_date
 from torchdistpackage.data.tokens.texts import read_at_start
 from torchdistpackage.environment.rendezvous import Rendezvous, detect
 from torchdistpackage.errors import LaunchError, RankError
-from torchdistpackage.files import atomic_write
+from torchdistpackage.files import appears, atomic_write
 from torchdistpackage.launch.fork_server_client import ForkServer
 from torchdistpackage.launch.lock import Lock
 from torchdistpackage.launch.process import SignalFlag, name_thread
@@ -93,6 +93,8 @@ def launch(path: str, overrides: list[str], resume: str = "auto") -> int:
     rendezvous = detect(os.environ)
     if rendezvous.source == "alone":
         return start_ranks(path, overrides, resume)
+    if os.environ.get("TDP_BATCH"):
+        appears(Path(path))  # `tdp submit` wrote it on another node, perhaps just now
     config = load(path, overrides, rendezvous.world_size)
     config = fitted(config, rendezvous.world_size, path)
     if rendezvous.source == "slurm":

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchdistpackage.errors import DataError
-from torchdistpackage.files import append_text, atomic_write
+from torchdistpackage.files import append_text, atomic_write, write_all
 from torchdistpackage.launch.run_rows import read_rows
 from torchdistpackage.run_files import METRICS
 
@@ -79,11 +79,10 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         """Append the rows that wait, all or none."""
         if not self._waiting:
             return
-        file, remaining = self._file.fileno(), "".join(self._waiting).encode()
+        file, rows = self._file.fileno(), "".join(self._waiting).encode()
         size = os.fstat(file).st_size
         try:
-            while remaining:
-                remaining = remaining[os.write(file, remaining) :]
+            write_all(file, rows)
         except OSError as error:
             with suppress(OSError):
                 os.ftruncate(file, size)  # no half row, which a later one would go on

@@ -2,13 +2,14 @@
 
 import logging
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from torchdistpackage.checkpoint.commit import retain_before, set_aside
+from torchdistpackage.checkpoint.commit import folder_name, retain_before, set_aside
 from torchdistpackage.checkpoint.load import latest_together, load
 from torchdistpackage.checkpoint.local_copies import LocalCopies
 from torchdistpackage.checkpoint.manifest import Fact
@@ -28,7 +29,9 @@ from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.config.hugging_face import TRAINER_STATE
 from torchdistpackage.config.schema import VAL_LOSS
 from torchdistpackage.data.tokens.data_fingerprint import DataFingerprints
-from torchdistpackage.errors import CheckpointError
+from torchdistpackage.errors import CheckpointError, LaunchError
+from torchdistpackage.files import LATE_S, appears
+from torchdistpackage.launch.run_events import SAVE, START, RunEvent, read_events
 from torchdistpackage.run_files import CHECKPOINTS
 from torchdistpackage.topology.mesh import describe
 from torchdistpackage.train.hf_trainer import import_hf_trainer
@@ -167,7 +170,8 @@ def _newest(own_folder: Path, rank: int, local: LocalCopies | None) -> Path | No
     """Return the newest complete checkpoint among the run's own and the local ones."""
     newest, damaged = None, None
     try:
-        newest = latest_together(own_folder, rank=rank)
+        saved = _await_last_save(own_folder.parent) if rank == 0 else ()
+        newest = latest_together(own_folder, rank=rank, saved=saved)
     except CheckpointError as error:
         damaged = error
     if local is not None:
@@ -175,6 +179,30 @@ def _newest(own_folder: Path, rank: int, local: LocalCopies | None) -> Path | No
     if newest is None and damaged is not None:
         raise damaged
     return newest
+
+
+def _await_last_save(run_folder: Path) -> list[int]:
+    """Return the step of the last save, as the run's record has it; of a recent one wait until its
+    checkpoint is seen here. Without a record, or where a start went on from an earlier step: none.
+    """
+    try:
+        events, _ = read_events(run_folder)
+    except LaunchError:  # the record is for people, and no resume depends on it
+        return []
+    last: RunEvent | None = None
+    for event in events:
+        if event.kind == SAVE:
+            last = event
+        elif event.kind == START and last is not None and event.step < last.step:
+            last = None
+    if last is None:
+        return []
+    path = run_folder / CHECKPOINTS / folder_name(last.step)
+    left_s = last.at_s + LATE_S - time.time()
+    if not path.exists() and left_s > 0:
+        log.info("waiting for %s, which was saved a moment ago and is not seen here yet", path)
+        appears(path, min(left_s, LATE_S))
+    return [last.step]
 
 
 def _imported(path: Path, own_folder: Path, rank: int) -> Path:

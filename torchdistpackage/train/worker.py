@@ -25,7 +25,7 @@ from torchdistpackage.data.tokens.data_fingerprint import data_fingerprints, edi
 from torchdistpackage.data.tokens.template_date import with_template_date
 from torchdistpackage.environment.failure import only_returns
 from torchdistpackage.environment.rendezvous import Rendezvous, detect
-from torchdistpackage.files import append_text, atomic_write
+from torchdistpackage.files import append_text, atomic_write, make_folder
 from torchdistpackage.harness.hang.dump import remove_traces
 from torchdistpackage.harness.watchdog import HangWatchdog, agree_on_start
 from torchdistpackage.launch.process import SignalFlag, name_thread
@@ -384,7 +384,7 @@ class Tee:
     """
 
     def __init__(self, stream: TextIO, path: Path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         self._stream, self._file = stream, append_text(path)
         self._line = ""  # of a line that began with a carriage return: its state so far
 

@@ -17,6 +17,7 @@ meta.json      numbers, names of the files, which documents came from which, and
 Long arrays are written as they are made, and mapped, so memory does not grow with the files.
 """
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -45,7 +46,7 @@ from torchdistpackage.data.tokens.token_checks import META, SETTLED_S, checked_m
 from torchdistpackage.data.tokens.token_encoder import DocumentEncoder, EncodedBatch
 from torchdistpackage.data.tokens.token_workers import Progress, TokenWorkers
 from torchdistpackage.errors import DataError
-from torchdistpackage.files import atomic_write, open_regular
+from torchdistpackage.files import appears, atomic_write, make_folder, open_regular
 from torchdistpackage.launch.process import undone_by_signals, usable_cpus
 
 _FORMAT = 9
@@ -141,7 +142,7 @@ def _entry(cache: Path, name: str, source: TextSource, write: "_Write") -> Token
     folder = cache / name
     if not folder.exists():
         try:
-            cache.mkdir(parents=True, exist_ok=True)
+            make_folder(cache)
             # wait for another rank that makes this entry, then look whether it has
             with _locked(cache / f"{name}.lock"):
                 if not folder.exists():
@@ -306,7 +307,14 @@ def _make(source: TextSource, folder: Path, write: "_Write") -> None:
                 "checksums": writer.checksums,
             }
             (draft / META).write_text(meta_text(meta))
-            draft.rename(folder)
+            try:
+                draft.rename(folder)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                # where the lock does not reach all nodes, another one has made the same meanwhile
+                shutil.rmtree(draft, ignore_errors=True)
+                appears(folder)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
