@@ -196,8 +196,10 @@ def tail(path: Path, start_bytes: int = 0) -> str:
     return (text if start == start_bytes else text.partition("\n")[2]).rstrip()
 
 
-def make_folder(folder: Path) -> list[Path]:
+def make_folder(folder: Path, *, mode: int = 0o777) -> list[Path]:
     """Make `folder` and those above it; return the ones that were missing, the lowest first.
+
+    mode: permissions of `folder`, less the umask.
 
     Raises:
         OSError: one cannot be made; then none is left.
@@ -207,7 +209,7 @@ def make_folder(folder: Path) -> list[Path]:
     try:
         for path in reversed(missing):
             try:
-                path.mkdir()
+                path.mkdir(mode if path == folder else 0o777)
                 made.insert(0, path)
             except FileExistsError:
                 # another process has made it meanwhile, perhaps on another node

@@ -41,7 +41,7 @@ from torchdistpackage.environment.failure import (
     with_crash,
 )
 from torchdistpackage.errors import LaunchError
-from torchdistpackage.files import atomic_write, open_regular, tail, write_all
+from torchdistpackage.files import atomic_write, make_folder, open_regular, tail, write_all
 from torchdistpackage.launch.process import (
     STOPPED,
     SignalFlag,
@@ -106,7 +106,7 @@ def supervise(body: Callable[[], int], rank: WatchedRank, signals: SignalFlag) -
             f"this process has {num} threads ({thread_names()}), and such a process must not fork "
             f"a rank; start `tdp train` as a program of its own"
         )
-    rank.log.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(rank.log.parent)
     for stream in (sys.stdout, sys.stderr):  # or both processes would write it
         stream.flush()
     log = _open_log(rank)

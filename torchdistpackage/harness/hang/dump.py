@@ -19,7 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from torchdistpackage.files import atomic_write, open_regular, own_folder
+from torchdistpackage.files import atomic_write, make_folder, open_regular, own_folder
 from torchdistpackage.harness.hang.packed import pack, unpack
 
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_APPEND
@@ -145,7 +145,7 @@ class Folder:
 
     def make(self) -> None:
         """Make the folder, with the files that all ranks share."""
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(self.path, mode=0o700)
         for common in (self._alarm, self._reported):
             os.close(open_regular(common, _OPEN, 0o600))
 
@@ -163,7 +163,7 @@ class Folder:
         atomic_write(self._of(dump), pack(asdict(dump)))
         # by host, so that its ranks find each other without a look at all
         beside = self._hosts / dump.process.host
-        beside.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(beside, mode=0o700)  # a rank of another node may have made `hosts` just now
         (beside / str(dump.rank)).touch(mode=0o600)
 
     def read(self, ranks: Iterable[int] | None = None) -> dict[int, Dump]:
