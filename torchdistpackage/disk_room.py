@@ -20,7 +20,7 @@ _COLUMNS = 9
 
 
 class DiskRoom(NamedTuple):
-    """What is left in a folder. source: who limits it. num_files: None if unlimited or unknown."""
+    """The room left in a folder. source: who limits it. num_files: None if unlimited or unknown."""
 
     source: str
     num_bytes: int | None

@@ -85,7 +85,7 @@ class _Watched:
 
 @dataclass(frozen=True)
 class _ContextDifference:
-    """Where ranks differ from one process. path: of the module; empty: none is to blame."""
+    """A difference of ranks from one process. path: of the module; empty: none is to blame."""
 
     path: str
     text: str
