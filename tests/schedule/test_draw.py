@@ -270,3 +270,10 @@ def test_the_trace_of_a_pair_has_a_process_for_each_with_the_waits():
     names = [events(text, "M", process)[0]["args"]["name"] for process in (0, 1)]
     assert names[0].startswith("predicted, bubble 50.0%")
     assert names[1].startswith("measured, bubble ")
+
+
+def test_an_arrow_leaves_before_its_use_where_the_sender_stamped_its_end_late():
+    sender, user = Action(0, ActionKind.F, 0), Action(1, ActionKind.F, 0)
+    rows = [({"pid": 0}, [Span(sender, 1.0, 9.0)]), ({"pid": 1}, [Span(user, 2.0, 3.0)])]
+    start, end = draw.message_arrows(rows, "late")
+    assert (start["pid"], start["ts"], end["pid"], end["ts"]) == (0, 1.5e6, 1, 2e6)

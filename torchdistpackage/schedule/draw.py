@@ -319,9 +319,9 @@ def message_arrows(
         if user_slice is None or user_slice[0] == track:
             continue
         shared = {"name": "message", "cat": "message", "id": f"{name}:{action}"}
-        middle = (span.start + span.end) / 2
-        arrows.append({"ph": "s", "ts": middle * _US, **shared, **track})
-        arrows.append(
-            {"ph": "f", "bp": "e", "ts": user_slice[1].start * _US, **shared, **user_slice[0]}
-        )
+        used = user_slice[1].start
+        # a sender that lost its core after the message left ends its slice after the user's start
+        sent = max((span.start + min(span.end, used)) / 2, span.start)
+        arrows.append({"ph": "s", "ts": sent * _US, **shared, **track})
+        arrows.append({"ph": "f", "bp": "e", "ts": used * _US, **shared, **user_slice[0]})
     return arrows
