@@ -14,11 +14,13 @@ from torchdistpackage.errors import ConfigError
 from torchdistpackage.predict.devices import Accelerator
 from torchdistpackage.predict.links import LinkModel
 
-NODE_HOP_S = 3.4e-6
+NODE_HOP_S = 8e-6
+START_S = 23.6e-6
+"""A hop of a ring inside a node and the start of a collective, as NCCL was measured on eight B200:
+5.5 to 9.2 us a hop and 22 to 26 us (MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json)."""
 NETWORK_HOP_S = 14e-6
-START_S = 8.4e-6
-"""A hop of a ring inside a node and between nodes, and the start of a collective, as NCCL's own
-model has them for large messages (src/graph/tuning.cc, protocol Simple)."""
+"""A hop between nodes, as NCCL's own model has it for large messages (src/graph/tuning.cc, protocol
+Simple)."""
 SLOWDOWN = 0.19
 """Seconds that matmuls lose to a second of communication beside them, by its cores and its share of
 the memory: the mean of arXiv:2507.03114, which measures overlapped training on A100, H100 and

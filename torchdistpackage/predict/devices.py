@@ -36,6 +36,11 @@ class Fit:
         return self.float8 if dtype == "float8" and self.float8 is not None else self.matmul
 
 
+_FLASH3 = (0.66, 0.55)
+"""About the share of the peak that attention written for Hopper reaches, there and back, on long
+sequences, heads 128 wide, causal (Shah et al. 2024, arXiv:2407.08608, figures of throughput)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Accelerator:
     """One kind of device and the node that its vendor builds around it.
@@ -44,7 +49,8 @@ class Accelerator:
     memory. node_bytes_per_s: to the other devices of its node, one direction. node_size: devices
     that these links join. network_bytes_per_s: of the network card of one device. cores: streaming
     multiprocessors or compute units, over which a matmul's tiles are spread. flash2: share of the
-    bfloat16 peak that FlashAttention 2 reaches, there and back. clock: what its power limit leaves
+    bfloat16 peak that FlashAttention 2 reaches on long sequences, there and back; flash3: the same
+    of kernels made for the device. clock: what its power limit leaves
     of the rate of a device with the same printed peaks. matmul_times: by dtype (operations,
     seconds) of measured matmuls, ascending, in place of peak and cores. call_s: host time of an
     operation where it was measured. is_host: the host computes, so its calls and its communication
@@ -65,6 +71,7 @@ class Accelerator:
     is_fitted: bool
     source: str
     flash2: tuple[float, float] = (0.36, 0.32)
+    flash3: tuple[float, float] = _FLASH3
     clock: float = 1.0
     matmul_times: Mapping[str, tuple[tuple[float, float], ...]] = field(
         default_factory=dict[str, tuple[tuple[float, float], ...]]
@@ -80,14 +87,17 @@ class Accelerator:
 
 
 # What `scripts/prediction_table.py --fit NAME` prints, which a test holds them to.
-_A100 = Fit(matmul=0.82, memory=0.70, link=0.75)
+_A100 = Fit(matmul=0.84, memory=0.70, link=0.75)
 _H100 = Fit(matmul=0.60, memory=0.90, link=0.75)
-_B200 = Fit(matmul=0.44, memory=0.90, link=0.75, float8=_H100.matmul)
+_B200 = Fit(matmul=0.46, memory=0.70, link=0.75, float8=_H100.matmul)
 
 _FLASH2_ON_AMPERE = (0.62, 0.55)
 _FLASH2_ON_BLACKWELL = (0.16, 0.14)
 """FlashAttention 2 is written with Ampere's instructions, which Hopper and Blackwell run at about
 one rate: Dao 2023, arXiv:2307.08691, figures of throughput on A100 and H100."""
+_CUDNN_ON_BLACKWELL = (0.545, 0.435)
+"""The mean over 32,768 and 131,072 tokens, 8 and 16 heads, of kernels that MooreThreads/SimuMax
+measured on a B200 (configs/system/b200_bf16_ceperm.json, whose rates count masked scores)."""
 
 
 def _at_power(watts: float, of_watts: float) -> float:
@@ -224,6 +234,7 @@ DEVICES: dict[str, Accelerator] = {
             is_fitted=True,
             source="NVIDIA DGX B200 data sheet",
             flash2=_FLASH2_ON_BLACKWELL,
+            flash3=_CUDNN_ON_BLACKWELL,
         ),
         # DGX B300 data sheet, one of eight: 72 PFLOPS FP8 sparse, 64 TB/s, 2.3 TB, NVLink 1.8 TB/s
         # both ways, eight 800 Gbit/s cards.
@@ -246,6 +257,7 @@ DEVICES: dict[str, Accelerator] = {
             is_fitted=False,
             source="NVIDIA DGX B300 data sheet",
             flash2=_FLASH2_ON_BLACKWELL,
+            flash3=_CUDNN_ON_BLACKWELL,
         ),
         # GB200 NVL72 data sheet, one of 72: 720 PFLOPS FP8 and 360 BF16 are sparse; 576 TB/s, 13.4
         # TB, NVLink 130 TB/s both ways among all 72; one 400 Gbit/s card each.
@@ -268,6 +280,7 @@ DEVICES: dict[str, Accelerator] = {
             is_fitted=False,
             source="NVIDIA GB200 NVL72 data sheet",
             flash2=_FLASH2_ON_BLACKWELL,
+            flash3=_CUDNN_ON_BLACKWELL,
         ),
         # GB300 NVL72 data sheet, one of 72: 720 PFLOPS FP8 and 360 BF16 are sparse; 576 TB/s, 20
         # TB, NVLink 130 TB/s both ways; one 800 Gbit/s card each. It has the peaks of GB200 and
@@ -291,6 +304,7 @@ DEVICES: dict[str, Accelerator] = {
             is_fitted=False,
             source="NVIDIA GB300 NVL72 data sheet",
             flash2=_FLASH2_ON_BLACKWELL,
+            flash3=_CUDNN_ON_BLACKWELL,
             clock=_at_power(1400, 1200),
         ),
         # AMD Instinct MI300X data sheet: 1,307.4 BF16, 2,614.9 FP8, 5.3 TB/s, 192 GB, 304 compute

@@ -26,12 +26,10 @@ for the largest value: about half of the casts read for that once more."""
 TRANSPOSE_BYTES = 2
 """The same for the second copy, turned round for the matmul of the gradient."""
 
-_FLASH3 = (0.66, 0.55)
-"""About the share of the peak that attention written for the device reaches, there and back, on
-long sequences, heads 128 wide, causal (Shah et al. 2024, arXiv:2407.08608, figures of
-throughput)."""
 _HALF_LENGTH = 512
-"""Tokens of a sequence at which attention reaches half of that."""
+"""Tokens of a sequence at which attention reaches half of its rate on long ones."""
+ATTENTION_ROWS = 256
+"""Rows of a tile of attention: of two groups of warps on Hopper and Blackwell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +117,21 @@ def attention_seconds(
     seq_len: float,
     backward: bool,
     head_dim: int = 128,
+    tiles: float = math.inf,
 ) -> float:
-    """Return the seconds of flash attention. flops: of the part under the causal mask."""
+    """Return the seconds of flash attention. flops: of the part under the causal mask. tiles: of
+    `ATTENTION_ROWS` rows of a head, each computed by one core."""
     if device.attention_s is not None:
         return flops * device.attention_s[backward]
     if device.matmul_times:  # as plain matmuls of that rate, which is what was measured
         times = device.matmul_times[priced_as(device, "bfloat16")]
         return flops * times[-1][1] / times[-1][0]
-    shares = device.flash2 if kernel == "flash2" else _FLASH3
+    shares = device.flash2 if kernel == "flash2" else device.flash3
     # narrow heads have as many exponentials for fewer operations
     share = shares[backward] * seq_len / (seq_len + _HALF_LENGTH) * min(head_dim + 128, 256) / 256
-    return flops / (device.peak("bfloat16") * device.clock * share)
+    # forward the last tile of a head has the whole sequence, twice the mean, and no core helps it
+    longest = 1.0 if backward else max(2 * device.cores / tiles, 1.0)
+    return longest * flops / (device.peak("bfloat16") * device.clock * share)
 
 
 def launches(count: float) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from torchdistpackage.predict.collectives import Fabric
 from torchdistpackage.predict.devices import Accelerator
 from torchdistpackage.predict.kernels import (
+    ATTENTION_ROWS,
     CAST_BYTES,
     TRANSPOSE_BYTES,
     Matmul,
@@ -256,8 +257,9 @@ class LayerCosts:
         flops = 4.0 * rows * seen * q
         if x.attention != "unfused" or self.device.attention_s is not None:
             length = x.seq_len / x.context
+            tiles = rows / ATTENTION_ROWS * q / z.head_dim
             times = [
-                attention_seconds(self.device, x.attention, part, length, back, z.head_dim)
+                attention_seconds(self.device, x.attention, part, length, back, z.head_dim, tiles)
                 for part, back in ((flops, False), (2.5 * flops, True))
             ]
             yield Operation("attention", "attention", times[0], times[1], x.context)

@@ -238,6 +238,39 @@ def _cut_layers(
     return rows
 
 
+def _long_context() -> list[PublishedStep]:
+    """The same models with long sequences, whose ranks trade heads for sequence."""
+    rows: list[PublishedStep] = []
+    for name, sizes, tensor, context, seq_len, seconds in (
+        ("70B", LLAMA3_70B_12, 2, 4, 32768, 1.7580),
+        ("70B", LLAMA3_70B_12, 1, 8, 32768, 1.7681),
+        ("405B", LLAMA3_405B_4, 2, 4, 32768, 1.9846),
+        ("405B", LLAMA3_405B_4, 1, 8, 32768, 2.0036),
+        ("70B", LLAMA3_70B_12, 2, 4, 131072, 11.3157),
+        ("70B", LLAMA3_70B_12, 1, 8, 131072, 11.3019),
+        ("405B", LLAMA3_405B_4, 2, 4, 131072, 10.5776),
+    ):
+        layout = StepLayout(
+            8,
+            seq_len,
+            1,
+            4,
+            tensor=tensor,
+            context=context,
+            context_exchange="heads",
+            zero=1,
+            sequence_parallel=tensor > 1,
+            overlaps_data=False,
+            attention="flash3",
+            joins=True,
+        )
+        text = f"TP{tensor} CP{context}" if tensor > 1 else f"CP{context}"
+        key = f"s{name}-cp{context}-{seq_len // 1024}k".lower()
+        title = f"Llama-3 {name}, {sizes.layers} layers, {text}, {seq_len:,} tokens"
+        rows.append(PublishedStep(key, "check", title, "b200", sizes, layout, seconds, "S"))
+    return rows
+
+
 _FITS_B200 = ("s70b-pp2-4", "s405b-tp4-4")
 """A row of each model, one with a pipe and one with tensor ranks."""
 
@@ -726,6 +759,7 @@ ROWS: tuple[PublishedStep, ...] = (
             (8, 1): (0.2588, 0.4881, 1.9018),
         },
     ),
+    *_long_context(),
     *(
         PublishedStep(
             f"mi300x-8b{letter}",
