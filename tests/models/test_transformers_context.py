@@ -16,8 +16,7 @@ WAYS = {
     "llama4_text": ("keys", ()),  # chunks
     "bloom": ("keys", ("BloomAttention",)),
     "bart": ("parts", ("BartLearnedPositionalEmbedding",)),
-    "mamba2": ("parts", ("Mamba2Mixer",)),
-    "qwen3_next": ("parts", ("Qwen3NextGatedDeltaNet",)),
+    "recurrent_gemma": ("parts", ("RecurrentGemmaRecurrentBlock",)),  # of no known form
 }
 
 

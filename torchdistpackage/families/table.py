@@ -29,6 +29,7 @@ class ContextWay:
 
     attends: by our attention over `parts`, or by the class's own over all ranks' `keys`.
     gathered: names of classes of modules that get the whole sequence.
+    scanned: names of classes of recurrent layers, whose states cross the ranks.
     swaps: these get all of some samples, where the ranks can share the samples evenly.
     positions: its forward is given the positions of this rank's tokens.
     problem: why no way is right; empty: this one is.
@@ -36,6 +37,7 @@ class ContextWay:
 
     attends: Literal["parts", "keys"] = "parts"
     gathered: tuple[str, ...] = ()
+    scanned: tuple[str, ...] = ()
     swaps: bool = True
     positions: bool = True
     problem: str = ""

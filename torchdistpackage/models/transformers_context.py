@@ -2,8 +2,10 @@
 
 Two ranks, threads of this process, run a small copy on their parts of a sequence; logits and the
 gradient of every parameter are compared with the copy's own. The first trial is of our own
-attention. Where a module's output differs though what it is given does not, the next one gives that
-module the whole sequence; after these, attention is the class's own function over all keys.
+attention. Where a module's output differs though what it is given does not, the next one lets its
+states cross the ranks, if it is a recurrent layer of a known form, and else, or if that is not
+right either, gives it the whole sequence; after these, attention is the class's own function over
+all keys.
 """
 
 import json
@@ -40,6 +42,7 @@ from torchdistpackage.parallel.context.hugging_face import (
 )
 from torchdistpackage.parallel.context.model import ContextSequence
 from torchdistpackage.parallel.context.order import SequenceOrder
+from torchdistpackage.parallel.context.recurrent import has_form
 from torchdistpackage.parallel.context.sequence import gather_sequence
 from torchdistpackage.thread_ranks.run import run_ranks
 from torchdistpackage.topology.mesh import topology
@@ -144,13 +147,17 @@ def _swapping(model: Any, sample: Sample, way: ContextWay) -> ContextWay:
 
 
 def _gathering(model: Any, sample: Sample, way: ContextWay, expected: _Watched) -> ContextWay:
-    """Return `way` with the modules that have to be gathered, or with the problem that is left."""
+    """Return `way` with the modules that are scanned or gathered, or with the problem left."""
     for _ in range(_MOST_TRIALS):
         attends = set[str]()
         difference = _tried(model, sample, way, expected, attends)
         if difference is None:
             return way
-        kind = type(model.get_submodule(difference.path)).__name__
+        if not difference.path and way.scanned:  # as where states change outputs less than rounding
+            way = replace(way, scanned=(), gathered=(*way.gathered, *way.scanned))
+            continue
+        module_class = type(model.get_submodule(difference.path))
+        kind = module_class.__name__
         is_for_keys = difference.path in attends and way.attends == "parts"
         if (
             not difference.path
@@ -159,7 +166,11 @@ def _gathering(model: Any, sample: Sample, way: ContextWay, expected: _Watched) 
             or not _is_inside_a_block(model, difference.path)
         ):
             return replace(way, problem=difference.text)
-        way = replace(way, gathered=(*way.gathered, kind))
+        if kind not in way.scanned and has_form(module_class):
+            way = replace(way, scanned=(*way.scanned, kind))
+            continue
+        scanned = tuple(x for x in way.scanned if x != kind)
+        way = replace(way, scanned=scanned, gathered=(*way.gathered, kind))
     name = type(model).__name__
     problem = f"{name} mixes tokens in more than {_MOST_TRIALS} kinds of modules"
     return replace(way, problem=problem)
@@ -187,7 +198,7 @@ def _tried(
         group = tpc.get_group("context")
         sequence, twin, record = ContextSequence(group, "all_gather"), twins[rank], _Watched()
         record.watch(twin)
-        attend_over(twin, sequence, way.attends, way.gathered, way.swaps)
+        attend_over(twin, sequence, way.attends, way.gathered, way.swaps, way.scanned)
         try:
             ids = sequence.part(sample.ids)
             mask, positions = inputs_of(

@@ -138,7 +138,7 @@ def stage(
             decoder.share_sequences(group)
     if isinstance(sequence, ContextSequence):
         way = shape.context_way
-        attend_over(decoder, sequence, way.attends, way.gathered, way.swaps)
+        attend_over(decoder, sequence, way.attends, way.gathered, way.swaps, way.scanned)
     experts = expert_group()
     if shape.kind.shared_experts and experts is not None:
         share_experts(decoder, layouts(shape, axis=axis), experts, group)

@@ -5,6 +5,7 @@ from math import prod
 from torchdistpackage.config.head_tasks import MOST_CLASSES_OF_A_TEXT, ModelHead
 from torchdistpackage.families.found import SAMPLED
 from torchdistpackage.families.registry import FAMILIES
+from torchdistpackage.families.table import ContextWay
 from torchdistpackage.layout.partition import either, nearest
 from torchdistpackage.models.lora_layout import cut_problem, linear_layers, target_problems
 from torchdistpackage.models.model_spec import ModelUse
@@ -95,12 +96,13 @@ def _mixes_documents(shape: TransformersShape, use: ModelUse) -> str | None:
         return f"{way.problem}; set it to false"
     if way.by in ("padding", "not"):
         return _needs_table(shape)
-    gathered = () if use.context == 1 else shape.context_way.gathered
-    if way.by != "rows" and not gathered:
+    context = ContextWay() if use.context == 1 else shape.context_way
+    mixing = (*context.scanned, *context.gathered)
+    if way.by != "rows" and not mixing:
         return None
     apart = "each document of a sample gets a row of its own"
     if use.context > 1:
-        what = f", as of {gathered[0]}" if gathered else ""
+        what = f", as of {mixing[0]}" if mixing else ""
         return (
             f"{name} keeps documents apart only where {apart}, which ranks with parts of a sample "
             f"cannot do{what}; set parallel.context to 1, or document_masks to false"
@@ -262,7 +264,8 @@ def _context_text(shape: TransformersShape) -> str:
     way = shape.context_way
     whole = f"; all of a sequence in {', '.join(way.gathered)}" if way.gathered else ""
     keys = "" if way.attends == "parts" else ", each with the keys of all"
-    return f"any number of ranks{keys}{whole}"
+    states = f"; states of {', '.join(way.scanned)} cross the ranks" if way.scanned else ""
+    return f"any number of ranks{keys}{states}{whole}"
 
 
 def _documents_text(shape: TransformersShape) -> str:

@@ -10,6 +10,8 @@ In reading order:
     attention    the public function, its checks, and the exchange of heads for sequence
     sequence     splits a tensor along its sequence, and gathers it again
     choice       bytes of each exchange, and which one `auto` takes
+    scan         recurrent states and inputs of convolutions that cross the ranks
+    recurrent    recurrent layers of transformers over parts of a sequence
 
 Together they compute `softmax(q k^T) v` of the full sequence exactly. A rank scores its queries
 against the keys of one part at a time and merges the results by their log-sum-exp, so no rank holds

@@ -3,9 +3,10 @@ modules that mix tokens in another way.
 
 Attention is in one of two ways. `parts`: by this package, which exchanges keys and values as it
 computes. `keys`: by the class's own function, for this rank's queries and the keys of all ranks,
-under the rows of transformers' own mask; so scores with caps, sinks or chunks are right too. A
-module that is gathered gets the whole sequence, of some of the samples where the ranks can share
-these, and hands on this rank's part; recurrences and convolutions are run so.
+under the rows of transformers' own mask; so scores with caps, sinks or chunks are right too.
+Recurrent layers run on this rank's part, and their states cross the ranks (recurrent.py). A module
+that is gathered gets the whole sequence, of some of the samples where the ranks can share these,
+and hands on this rank's part; recurrences of no known form are run so.
 
 transformers hands a mask with four dims to every layer unchanged. So with `parts` document ids
 travel as a mask (B, 1, 1, S): the document of each position of the full sequence.
@@ -27,6 +28,7 @@ from torchdistpackage.comm.nested import leaves_of, map_leaves
 from torchdistpackage.errors import LayoutError
 from torchdistpackage.parallel.context.model import ContextSequence
 from torchdistpackage.parallel.context.parts import by_position
+from torchdistpackage.parallel.context.recurrent import SEQUENCE, scan_over
 from torchdistpackage.parallel.context.visibility import Documents
 
 PARTS = "tdp_context"
@@ -37,7 +39,7 @@ KEYS = {"sdpa": "tdp_context_sdpa", "eager": "tdp_context_eager"}
 """Names of a class's own attention over all ranks' keys, by what runs it."""
 ATTENDS = "_tdp_attends"
 """Attribute of modules that have called one of these functions."""
-_SEQUENCE, _DOCUMENTS = "_tdp_sequence", "_tdp_documents"
+_DOCUMENTS = "_tdp_documents"
 _IS_WHOLE, _SWAPS = "_tdp_is_whole", "_tdp_swaps"
 _FORWARD = threading.local()
 """The sequence and the documents of the forward that this thread runs, for its masks."""
@@ -49,11 +51,13 @@ def attend_over(
     attends: str = "parts",
     gathered: Collection[str] = (),
     swaps: bool = True,
+    scanned: Collection[str] = (),
 ) -> None:
     """Let every attention of `model` see the full sequence, of which it gets this rank's part.
 
     attends: `parts` or `keys`. gathered: names of classes of modules that get the whole sequence.
-    swaps: of some samples, where the ranks can share these evenly.
+    swaps: of some samples, where the ranks can share these evenly. scanned: names of classes of
+    recurrent layers, whose states cross the ranks.
     The model must call transformers' attention functions, get its inputs from `inputs_of`, and run
     in `attending`.
     """
@@ -68,13 +72,15 @@ def attend_over(
             own = config._attn_implementation
             if own != PARTS and own not in KEYS.values():
                 config._attn_implementation = PARTS if attends == "parts" else _keys_name(own)
-        module.__dict__[_SEQUENCE] = sequence
+        module.__dict__[SEQUENCE] = sequence
     for module in list(model.modules()):
         if type(module).__name__ in gathered and not module.__dict__.get(_IS_WHOLE):
             for inner in module.modules():
                 inner.__dict__[_IS_WHOLE] = True
             module.__class__ = _seeing_sequence(type(module))
             module.__dict__[_SWAPS] = swaps
+        elif type(module).__name__ in scanned:
+            scan_over(module)
 
 
 def _keys_name(own: str | None) -> str:
@@ -151,7 +157,7 @@ def _attend(
             setattr(attention_mask, _DOCUMENTS, documents)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    sequence: ContextSequence = getattr(module, _SEQUENCE)
+    sequence: ContextSequence = getattr(module, SEQUENCE)
     width = value.shape[-1]
     if (missing := query.shape[-1] - width) > 0:  # as of multi-head latent attention
         value = F.pad(value, (0, missing))
@@ -176,7 +182,7 @@ def _attend_to_keys(
 ) -> Any:
     """Attend by the class's own function to the keys and values of all ranks."""
     module.__dict__[ATTENDS] = True
-    sequence: ContextSequence = getattr(module, _SEQUENCE)
+    sequence: ContextSequence = getattr(module, SEQUENCE)
     if not getattr(module, _IS_WHOLE, False):
         key, value = (_all_parts(sequence, x, 2) for x in (key, value))
     return _own_function(own, module)(module, query, key, value, attention_mask, **others)
@@ -229,7 +235,7 @@ class _SeesSequence:
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        sequence: ContextSequence = self.__dict__[_SEQUENCE]
+        sequence: ContextSequence = self.__dict__[SEQUENCE]
         given = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor) and x.dim() >= 2]
         sizes = [x for x in (*args, *kwargs.values()) if _is_shape(x)]
         hidden = (x.shape for x in given if x.dim() == 3 and x.is_floating_point())
