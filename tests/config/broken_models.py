@@ -118,6 +118,18 @@ BROKEN_MODELS: list[tuple[dict[str, Any], str, str]] = [
         "optim.name=muon model.lora.target=[q_proj] lora_A lora_B use optim.name=adamw",
     ),
     (
+        {
+            "model__hf": "m",
+            "model__lora": {"target": ("q_proj",), "modules_to_save": ("lm_head",)},
+            "data__name": "preference",
+            "data__path": "p.jsonl",
+            "data__tokenizer": "m",
+        },
+        "model.lora.modules_to_save",
+        "model.lora.modules_to_save=[lm_head] reference data.name=preference set "
+        "train.dpo.reference file remove modules_to_save",
+    ),
+    (
         {"model__lora": {"r": 4, "alpha": 2}},
         "model.lora.r",
         "model.lora.r model.lora.alpha model.lora.target",

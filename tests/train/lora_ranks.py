@@ -13,6 +13,7 @@ from tests.train.transformers_ranks import (
     RUN,
     STEPS,
     Answer,
+    adam_of,
     adamw,
     alone,
     everywhere_float64,
@@ -48,7 +49,7 @@ def initial_of(overrides: list[str]) -> parity.Held:
 
 def plain(name: str) -> str:
     """The global name of what peft's model calls `name`."""
-    for part in (PREFIX, ".base_layer", ".default"):
+    for part in (PREFIX, ".base_layer", ".modules_to_save", ".default"):
         name = name.replace(part, "." if part == PREFIX and not name.startswith(PREFIX) else "")
     return name
 
@@ -159,3 +160,29 @@ def merged_by_peft(base: str, adapters: str, folder: str) -> str:
     with quiet():
         PeftModel.from_pretrained(model, adapters).merge_and_unload().save_pretrained(folder)
     return folder
+
+
+def option_steps(overrides: list[str]) -> Answer:
+    """Three steps of whatever has gradients."""
+    return steps_of(trainer(overrides), range(1, STEPS + 1))
+
+
+def of_peft_options(folder: str, initial: dict[str, torch.Tensor], options: dict) -> Answer:
+    """`option_steps` of transformers and peft in one process, without this package."""
+    section = parity.config([*RUN, f"model.hf={folder}"])
+    model = peft_model(folder, initial, options)
+    tensors = {plain(n): p for n, p in model.named_parameters() if ".original_module." not in n}
+    trained = {n: p for n, p in tensors.items() if p.requires_grad}
+    gradients, losses = alone(model, trained, adam_of(trained, section), section)
+    return Answer(whole(tensors), gradients, losses)
+
+
+def saved_by_peft(base: str, adapters: str, folder: str) -> None:
+    """The folder of adapters, as peft loads and saves it."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    with quiet():
+        model = PeftModel.from_pretrained(model, adapters, is_trainable=True)
+        model.save_pretrained(folder, save_embedding_layers=False)

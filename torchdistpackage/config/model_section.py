@@ -1,5 +1,7 @@
 """The model section of the YAML file: a built-in model, or your own by import path."""
 
+from collections.abc import Sequence
+
 from pydantic import Field, field_validator
 
 from torchdistpackage.config import types as k
@@ -77,21 +79,28 @@ def is_adapter(parameter: str) -> bool:
     return ".lora_" in parameter
 
 
-def trains_with_adapters(parameter: str) -> bool:
+def trains_with_adapters(parameter: str, modules: Sequence[str] = ()) -> bool:
     """Return whether the parameter with this global name is trained although model.lora freezes the
     model.
 
-    Adapters and a head are trained; peft trains heads entirely too (modules_to_save).
+    Adapters, a head and the modules of `modules_to_save` are trained, as peft does.
     """
-    return is_adapter(parameter) or is_head(parameter)
+    return is_adapter(parameter) or is_head(parameter) or is_inside(modules, parameter)
+
+
+def is_inside(modules: Sequence[str], parameter: str) -> bool:
+    """Return whether the parameter with this global name belongs to a module whose path is one of
+    `modules`, or ends with one after a dot.
+    """
+    return any(f".{module}." in f".{parameter}" for module in modules)
 
 
 NO_LAYERS = "names no layers; set target, e.g. [q_proj, v_proj] or [all-linear], or remove it"
 
 
 class LoraSection(Section):
-    """Low-rank adapters on the weights of model.hf, as in peft; only adapters and a head are
-    trained.
+    """Low-rank adapters on the weights of model.hf, as in peft; only adapters, a head and
+    modules_to_save are trained.
     """
 
     target: k.NamesOrNull = Field(
@@ -114,6 +123,16 @@ class LoraSection(Section):
         default=False,
         description="peft's use_rslora: multiply by alpha / sqrt(r) instead, so that updates of "
         "high ranks do not shrink.",
+    )
+    use_dora: bool = Field(
+        default=False,
+        description="peft's use_dora: train the length of each row of an adapted weight apart from "
+        "its direction. Costs time in each step; low ranks gain most.",
+    )
+    modules_to_save: k.NamesOrNull = Field(
+        default=None,
+        description="peft's modules_to_save: modules that are trained as a whole and saved beside "
+        "the adapters, by the ends of their names, such as [lm_head] or [embed_tokens, norm].",
     )
     adapter: k.PathOrNull = Field(
         default=None,
@@ -340,7 +359,8 @@ class ModelSection(NamedSection):
 
     def is_trained(self, parameter: str) -> bool:
         """Return whether the parameter of this global name is trained."""
-        return self.lora.target is None or trains_with_adapters(parameter)
+        modules = self.lora.modules_to_save or ()
+        return self.lora.target is None or trains_with_adapters(parameter, modules)
 
     @property
     def expert_hidden(self) -> int:

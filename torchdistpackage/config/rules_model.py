@@ -243,6 +243,18 @@ def _lora_keys_are_read(c: RunConfig, world_size: int | None) -> str | None:
     )
 
 
+@rule("model.lora.modules_to_save", "data.name", "train.dpo.reference")
+def _saved_modules_are_no_reference(c: RunConfig, world_size: int | None) -> str | None:
+    modules = c.model.lora.modules_to_save
+    if modules is None or c.model.lora.target is None or not c.has_reference:
+        return None
+    return (
+        f"model.lora.modules_to_save=[{', '.join(modules)}] changes weights of the model itself, "
+        f"which without its adapters is the reference of data.name={c.data.name}; set "
+        f"train.dpo.reference to a file of the reference's numbers, or remove modules_to_save"
+    )
+
+
 @rule("model.lora.load_in_4bit", "precision.fp8", "train.compile")
 def _products_of_4_bits(c: RunConfig, world_size: int | None) -> str | None:
     if not c.model.lora.load_in_4bit:

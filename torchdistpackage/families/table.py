@@ -83,12 +83,14 @@ class Weight:
     """One parameter. kind, std: of its initial values. zero_row: a row initialised to zeros.
 
     kind "made": transformers' own modules make the values (`ModuleDraws` of
-    models/transformers_meta.py). inputs: the dim of a linear layer's matrix that multiplies its
-    input. share: fraction of the tokens it works on; less than 1 for an expert.
+    models/transformers_meta.py). kind "norms": those of the rows of another weight, once it has its
+    values (`reset_magnitudes` of models/transformers_dora.py). inputs: the dim of a linear layer's
+    matrix that multiplies its input. share: fraction of the tokens it works on; less than 1 for an
+    expert.
     """
 
     layout: Layout
-    kind: Literal["normal", "uniform", "zeros", "ones", "made"]
+    kind: Literal["normal", "uniform", "zeros", "ones", "made", "norms"]
     std: float = 0.0
     zero_row: int | None = None
     inputs: int | None = None

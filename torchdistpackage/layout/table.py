@@ -21,7 +21,8 @@ class LayerCut:
 
     kind: "column" and "row" are linear layers split by outputs and by inputs. "vocab" and "feature"
         are embeddings split by rows and by columns. "joined" is a column layer whose full outputs
-        every rank needs. "adapter" is a low-rank factor, whose full outputs no rank needs.
+        every rank needs. "adapter" is a low-rank factor, whose full outputs no rank needs, or a
+        vector of magnitudes.
     weight: the layout of its matrix. A column layer's bias is split alike; a row layer's is not
         split.
     transposed: the matrix is stored as (inputs, outputs), as in transformers' Conv1D.

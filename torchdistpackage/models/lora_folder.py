@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from torchdistpackage.bounded import parse_json, read_header, read_regular
-from torchdistpackage.config.model_section import trains_with_adapters
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.hugging_face_layout import Source
@@ -19,7 +18,6 @@ _SHOWN = 6
 _UNREAD = {
     "peft_type": "LORA",
     "bias": "none",
-    "use_dora": False,
     "rank_pattern": {},
     "alpha_pattern": {},
     "layers_to_transform": None,
@@ -28,12 +26,18 @@ _UNREAD = {
 """Settings of peft that a run knows with this value alone, which is that of a folder without it."""
 
 
-def adapter_sources(layouts: Mapping[str, Layout]) -> dict[str, tuple[Source, ...]]:
-    """Return the tensor of each trained parameter in peft's files. layouts: of all, by name."""
+def adapter_sources(
+    lora: Lora, layouts: Mapping[str, Layout], tied: Mapping[str, str]
+) -> dict[str, tuple[Source, ...]]:
+    """Return the tensors of each trained parameter in peft's files. layouts: of all, by name. tied:
+    another name of a parameter, under which peft writes it too.
+    """
     return {
-        name: (Source(peft_name(name), layout.shape),)
+        name: tuple(
+            Source(peft_name(x), layout.shape) for x in (name, tied.get(name)) if x is not None
+        )
         for name, layout in layouts.items()
-        if trains_with_adapters(name)
+        if lora.trains(name)
     }
 
 
@@ -58,8 +62,9 @@ def check_adapters(
             f"{ADAPTER_FILES.config} and {ADAPTER_FILES.weights}"
         ) from error
     settings: dict[str, Any] = found if isinstance(found, dict) else {}
-    same = {"r": lora.r, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora}
-    defaults = {"use_rslora": False}
+    switches = {"use_rslora": lora.use_rslora, "use_dora": lora.use_dora}
+    same = {"r": lora.r, "lora_alpha": lora.alpha, **switches}
+    defaults = dict.fromkeys(switches, False)
     problems = [
         f"{key} is {settings.get(key)!r}, where model.lora has {value!r}"
         for key, value in same.items()
@@ -70,7 +75,7 @@ def check_adapters(
         for key, value in _UNREAD.items()
         if settings.get(key, value) not in (value, value or None)
     ]
-    expected = {x.key: x.shape for (x,) in sources.values()}
+    expected = {x.key: x.shape for tensors in sources.values() for x in tensors}
     problems += [f"{name} is missing" for name in expected if name not in header]
     problems += [f"{name} is not expected" for name in header if name not in expected]
     problems += [
@@ -83,6 +88,6 @@ def check_adapters(
     more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     raise CheckpointError(
         f"the adapters of model.lora.adapter={folder} are not those of this run: "
-        f"{'; '.join(problems[:_SHOWN])}{more}; set r, alpha, use_rslora and target as they were "
-        f"trained, or name another folder"
+        f"{'; '.join(problems[:_SHOWN])}{more}; set r, alpha, use_rslora, use_dora and target as "
+        f"they were trained, or name another folder"
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 from torchdistpackage.config.head_tasks import ModelHead, is_head
 from torchdistpackage.config.hugging_face import ADAPTER_FILE
-from torchdistpackage.config.model_section import is_adapter
+from torchdistpackage.config.model_section import is_adapter, is_inside, trains_with_adapters
 from torchdistpackage.families.table import Weight
 from torchdistpackage.layout.four_bit import BLOCK_SIZE, keeps_blocks
 from torchdistpackage.layout.layout import Axes, Layout
@@ -25,6 +25,8 @@ ALL_LINEAR = "all-linear"
 """The target that means every linear layer of the blocks."""
 PREFIX = "base_model.model."
 """Prefix of names in peft's files."""
+MAGNITUDE = "lora_magnitude_vector"
+"""Name of DoRA's magnitudes in a layer, and in peft's files."""
 ADAPTER_FILES = FolderFiles(ADAPTER_FILE, "adapter_model.safetensors", is_sharded=False)
 
 
@@ -32,7 +34,8 @@ ADAPTER_FILES = FolderFiles(ADAPTER_FILE, "adapter_model.safetensors", is_sharde
 class Lora:
     """The settings of adapters: peft's r, lora_alpha, lora_dropout and target_modules. quant_type:
     the 4-bit type of the frozen weights; None: they have the model's type. use_rslora: peft's.
-    adapter: the folder whose values they start with; None: they are drawn.
+    adapter: the folder whose values they start with; None: they are drawn. modules_to_save,
+    use_dora: peft's.
     """
 
     r: int
@@ -42,6 +45,8 @@ class Lora:
     quant_type: str | None = None
     use_rslora: bool = False
     adapter: str | None = None
+    modules_to_save: tuple[str, ...] = ()
+    use_dora: bool = False
 
     @classmethod
     def of_section(cls, section: Mapping[str, Any] | None) -> "Lora | None":
@@ -56,6 +61,8 @@ class Lora:
             quant_type,
             section["use_rslora"],
             section["adapter"],
+            tuple(section["modules_to_save"] or ()),
+            section["use_dora"],
         )
 
     def adapters(
@@ -66,9 +73,19 @@ class Lora:
         for name, weight in parameters.items():
             layer = name.removesuffix(".weight")
             is_meant = any(names(target, layer) for target in self.target)
+            if is_inside(self.modules_to_save, name):
+                continue  # trained whole; `target_problems` refuses a name in both
             if weight.inputs is not None and (is_meant or (self.is_all and not is_head)):
                 by_name |= self._adapter(layer, weight.layout, weight.inputs)
         return by_name
+
+    def saves(self, layer: str) -> bool:
+        """Return whether the layer at this path is trained as a whole."""
+        return is_inside(self.modules_to_save, f"{layer}.weight")
+
+    def trains(self, parameter: str) -> bool:
+        """Return whether the parameter of this global name is trained."""
+        return trains_with_adapters(parameter, self.modules_to_save)
 
     @property
     def is_all(self) -> bool:
@@ -90,22 +107,33 @@ class Lora:
             a = _cut_like(adapted, inputs, a, 1)
         # peft draws A uniformly within 1 / sqrt(inputs)
         std = (3 * num_inputs) ** -0.5
-        return {a.name: Weight(a, "uniform", std), b.name: Weight(b, "zeros")}
+        of_layer = {a.name: Weight(a, "uniform", std), b.name: Weight(b, "zeros")}
+        if self.use_dora:
+            m = Layout(f"{layer}.{MAGNITUDE}.weight", (adapted.shape[outputs],), unreduced=axes)
+            if adapted.split[outputs]:
+                m = _cut_like(adapted, outputs, m, 0)
+            of_layer[m.name] = Weight(m, "norms")
+        return of_layer
 
     def packed(self, weights: Mapping[str, Weight], output: str) -> frozenset[str]:
-        """Return the names of the weights held in 4 bits: those of linear layers except adapters
-        and the head, as transformers chooses them. output: path of the head.
+        """Return the names of the weights held in 4 bits: those of frozen linear layers except the
+        head, as transformers chooses them. output: path of the head.
         """
         if self.quant_type is None:
             return frozenset()
         linear = (name for name, weight in weights.items() if weight.inputs is not None)
-        return frozenset(x for x in linear if not is_adapter(x) and x != f"{output}.weight")
+        return frozenset(x for x in linear if not self.trains(x) and x != f"{output}.weight")
 
     def adapter_config(
-        self, base: str | None, weights: Mapping[str, Weight], head: ModelHead | None = None
+        self,
+        base: str | None,
+        weights: Mapping[str, Weight],
+        head: ModelHead | None = None,
+        tied: str | None = None,
     ) -> dict[str, Any]:
         """Return peft's adapter_config.json. base: the folder of the model. weights: all parameters
-        of the model, adapters included. head: trained beside them.
+        of the model, adapters included. head: trained beside them. tied: name of a weight of
+        modules_to_save that the embedding and the output head share.
 
         It names the layers that have adapters here. What `all-linear` stands for is peft's to say,
         and on mixtures it is more than what was trained.
@@ -120,6 +148,11 @@ class Lora:
             # peft takes a head of several layers as one
             layers = (name.partition(".")[0] for name in weights if is_head(name))
             more |= {"modules_to_save": list(dict.fromkeys(layers))}
+        if self.modules_to_save:
+            saved = [*more.get("modules_to_save", ()), *self._saved_modules(weights)]
+            more |= {"modules_to_save": list(dict.fromkeys(saved))}
+        if tied is not None:
+            more |= {"ensure_weight_tying": True}
         return {
             "peft_type": "LORA",
             "task_type": task_type,
@@ -129,11 +162,23 @@ class Lora:
             "lora_alpha": int(self.alpha) if self.alpha.is_integer() else self.alpha,
             "lora_dropout": dropout,
             "use_rslora": self.use_rslora,
+            "use_dora": self.use_dora,
             "target_modules": modules,
             "fan_in_fan_out": any(weight.inputs == 0 for weight in weights.values()),
             "bias": "none",
             **more,
         }
+
+    def _saved_modules(self, weights: Mapping[str, Weight]) -> Iterator[str]:
+        """Yield the names by which peft finds the modules of modules_to_save and no others: peft
+        takes every path that ends with one, whether or not a dot is before it.
+        """
+        paths = dict.fromkeys(path for name in weights for path in _parents(name))
+        for module in self.modules_to_save:
+            if all(names(module, path) for path in paths if path.endswith(module)):
+                yield module
+            else:
+                yield from (path for path in paths if names(module, path))
 
 
 def names(target: str, layer: str) -> bool:
@@ -206,14 +251,15 @@ def _last(path: str) -> str:
 
 def peft_name(parameter: str) -> str:
     """Return the name of an adapter's parameter in peft's files."""
-    return PREFIX + parameter
+    is_magnitude = parameter.endswith(f"{MAGNITUDE}.weight")
+    return PREFIX + (parameter.removesuffix(".weight") if is_magnitude else parameter)
 
 
 def _cut_like(adapted: Layout, dim: int, adapter: Layout, at: int) -> Layout:
     """Return `adapter` with its dim `at` split in the same way as `adapted` along `dim`."""
 
     def only(x: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (x, ()) if at == 0 else ((), x)
+        return tuple(x if dim == at else () for dim in range(len(adapter.shape)))
 
     split: Sequence[Axes] = only(adapted.split[dim])
     parts, uneven = only(adapted.parts[dim]), adapted.uneven
@@ -242,6 +288,11 @@ def target_problems(
     problems: list[str] = []
     if lora.is_all and len(lora.target) > 1:
         problems.append(f"{ALL_LINEAR} stands for all linear layers; leave the others out")
+    both = [x for x in lora.target for layer in layers if names(x, layer) and lora.saves(layer)]
+    problems += [
+        f"{target} is in modules_to_save too, which trains it whole; name it in one of them"
+        for target in dict.fromkeys(both)
+    ]
     for target in lora.target:
         matches = [is_one for layer, is_one in layers.items() if names(target, layer)]
         if target == ALL_LINEAR or any(matches):
@@ -252,6 +303,32 @@ def target_problems(
         else:
             problems.append(f"{family} has no layer {target}")
     return [*problems[:-1], f"{problems[-1]}; {fits}"] if problems else []
+
+
+def saved_problems(
+    lora: Lora, family: str, weights: Mapping[str, Weight], output: str, is_tied: bool
+) -> list[str]:
+    """Return the problems of modules_to_save for a model with these parameters. output: path of its
+    head.
+    """
+    problems: list[str] = []
+    for module in lora.modules_to_save:
+        if any(is_inside((module,), name) for name in weights if not is_adapter(name)):
+            continue
+        if is_tied and names(module, output):
+            tables = (name for name, weight in weights.items() if weight.layout.is_table)
+            table = _last(next(tables).removesuffix(".weight"))
+            problems.append(
+                f"{module} of {family} is its embedding (tie_word_embeddings); name {table}, which "
+                f"trains the one weight of both"
+            )
+        else:
+            paths = (path for x in weights if not is_adapter(x) for path in _parents(x))
+            words = (x for x in dict.fromkeys(map(_last, paths)) if not x.isdigit())
+            problems.append(
+                f"{family} has no module {module} with weights; its modules are {', '.join(words)}"
+            )
+    return problems
 
 
 def cut_problem(

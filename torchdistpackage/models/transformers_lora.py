@@ -12,11 +12,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from torchdistpackage.config.head_tasks import is_head
-from torchdistpackage.config.model_section import is_adapter, trains_with_adapters
+from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.layout.derive import local_shape
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.lora_layout import Lora, peft_name
+from torchdistpackage.models.transformers_dora import Dora
 from torchdistpackage.models.transformers_layout import TransformersShape, global_name, weights
 from torchdistpackage.parallel.tensor.four_bit import (
     PackedLinear,
@@ -32,8 +32,8 @@ from torchdistpackage.topology.mesh import Mesh
 def with_adapters(
     model: nn.Module, shape: TransformersShape, lora: Lora, dtype: torch.dtype
 ) -> nn.Module:
-    """Return `model` with peft's layers around the adapted ones; only these and a head are
-    trained.
+    """Return `model` with peft's layers around the adapted ones; only what `lora` trains has
+    gradients.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -48,12 +48,28 @@ def with_adapters(
         fan_in_fan_out=any(listed[f"{layer}.weight"].inputs == 0 for layer in layers),
     )
     model = inject_adapter_in_model(settings, model)
+    if lora.use_dora:
+        _add_magnitudes(model, dtype)
     for name, parameter in model.named_parameters():
         if is_adapter(name):  # peft ignores the dtype of layers on the meta device
             parameter.data = parameter.data.to(dtype)
-        elif is_head(name):
+        elif lora.trains(global_name(shape, name)):
             parameter.requires_grad_(True)
     return model
+
+
+def _add_magnitudes(model: nn.Module, dtype: torch.dtype) -> None:
+    """Make the injected adapters of a model those of DoRA, without values."""
+    from peft.tuners.lora.layer import Linear as LoraLinear
+    from peft.tuners.lora.variants import DoraLinearVariant
+
+    for layer in model.modules():
+        if isinstance(layer, LoraLinear):
+            outputs: int = layer.out_features
+            for name in layer.lora_A:
+                dora = Dora(outputs, layer.fan_in_fan_out, dtype)
+                layer.lora_magnitude_vector[name] = dora
+                layer.lora_variant[name] = DoraLinearVariant()
 
 
 def weights_to_pack(stage: nn.Module, shape: TransformersShape) -> dict[str, str]:
@@ -99,17 +115,18 @@ def read_packed(
 @torch.no_grad()
 def read_adapters(
     file: Path,
+    lora: Lora,
     tensors: Mapping[str, Tensor],
     layouts: Mapping[str, Layout],
     mesh: Mesh,
     index: int,
 ) -> None:
-    """Read the adapters of a stage, and its head, from a file of peft. tensors, layouts: of the
-    stage, by their names there; a rank takes its own part at `index` of `mesh`.
+    """Read the trained parameters of a stage from a file of peft. tensors, layouts: of the stage,
+    by their names there; a rank takes its own part at `index` of `mesh`.
     """
     with safe_open(file, framework="pt") as opened:
         for name, layout in layouts.items():
-            if trains_with_adapters(layout.name):
+            if lora.trains(layout.name):
                 whole = opened.get_tensor(peft_name(layout.name))
                 copy_part(tensors[name], whole, layout, mesh, index)
 

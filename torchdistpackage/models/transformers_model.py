@@ -32,6 +32,7 @@ from torchdistpackage.models.document_rows import DocumentRows
 from torchdistpackage.models.lora_layout import ADAPTER_FILES
 from torchdistpackage.models.transformers_cache import TransformersCache
 from torchdistpackage.models.transformers_calls import arguments_of
+from torchdistpackage.models.transformers_dora import reset_magnitudes
 from torchdistpackage.models.transformers_experts import (
     expert_group,
     mesh_index_of,
@@ -254,8 +255,11 @@ def load_weights(built: "TransformersStage", folder: str | Path) -> None:
         initials = {name: x for name, x in built.initials().items() if name in left_out}
         initialize(built, layouts, mesh, index, 0, initials)
     lora = built.shape.lora
+    if lora is not None and lora.use_dora:
+        reset_magnitudes(built)
     if lora is not None and lora.adapter is not None:
-        read_adapters(Path(lora.adapter) / ADAPTER_FILES.weights, tensors, layouts, mesh, index)
+        file = Path(lora.adapter) / ADAPTER_FILES.weights
+        read_adapters(file, lora, tensors, layouts, mesh, index)
 
 
 # -- a stage at work -------------------------------------------------------------------------------
@@ -327,6 +331,8 @@ class TransformersStage(nn.Module):
         initials: dict[str, Initial] = {}
         for name, key in names.items():
             w = listed[key]
+            if w.kind == "norms":
+                continue
             if w.kind == "made":
                 assert draws is not None
                 initials[name] = Initial("made", make=partial(draws.parameter, key))

@@ -7,16 +7,18 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from torchdistpackage.config.model_section import is_adapter
+from torchdistpackage.config.model_section import is_adapter, is_inside
 from torchdistpackage.families.found import WIDE_WEIGHTS
-from torchdistpackage.families.table import Weight
+from torchdistpackage.families.table import Weight, Weights
 from torchdistpackage.layout.derive import even_share
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.table import LayerCut, SplitTable
+from torchdistpackage.models.lora_layout import MAGNITUDE
 from torchdistpackage.models.transformers_layout import (
     TransformersShape,
     part_tables,
     parts,
+    weights,
 )
 from torchdistpackage.parallel.tensor.numbers import (
     BACKWARD_PER_FORWARD,
@@ -38,8 +40,9 @@ def layer_numbers(
     embed, *blocks, head = part_tables(shape)
     block_parts, behind = parts(shape, "tensor")[1:-1], parts(shape, "tensor")[-1]
     has_first, has_last = 0 in held_pieces, len(blocks) - 1 in held_pieces
-    # with adapters gradients begin at the first of them
-    has_grad = shape.lora is None
+    # with adapters gradients begin at the first parameter that is trained
+    trained = [_has_trained(shape, part) for part in parts(shape, "tensor")]
+    has_grad = trained[0]
     if has_first:
         calls = tuple(_embedding_calls(shape, embed, batch, has_grad))
         yield LayerNumbers("embedding", calls)
@@ -48,7 +51,12 @@ def layer_numbers(
             calls = tuple(_block(shape, block, part.parameters, batch, has_grad))
             matmuls = (*_matmuls(part.parameters, batch), *_scores(shape, block, batch))
             yield LayerNumbers(f"{shape.kind.blocks}.{index}", calls, matmuls, is_exact=False)
-        has_grad |= bool(_adapted(block))
+        has_grad |= trained[index + 1]
+    if shape.lora is not None:  # a norm before the head
+        head_name = f"{shape.kind.output}."
+        has_grad |= any(
+            shape.lora.trains(x) and not x.startswith(head_name) for x in behind.parameters
+        )
     if has_last:
         calls = tuple(_head_calls(shape, head, batch, has_grad))
         vocab = shape.sizes.vocab if shape.head is None else shape.head.num_outputs
@@ -57,6 +65,10 @@ def layer_numbers(
         adapters = {name: w for name, w in behind.parameters.items() if is_adapter(name)}
         matmuls = (Matmul(batch.rows, vocab, shape.sizes.dim), *_matmuls(adapters, batch))
         yield LayerNumbers("head", calls, matmuls, is_exact=False)
+
+
+def _has_trained(shape: TransformersShape, part: Weights) -> bool:
+    return shape.lora is None or any(map(shape.lora.trains, part.parameters))
 
 
 def piece_costs(shape: TransformersShape) -> tuple[float, ...]:
@@ -75,7 +87,14 @@ def flops_per_token(shape: TransformersShape) -> float:
     if shape.lora is None:
         return both
     of_head = 0 if shape.head is None else 2 * shape.head.num_outputs * shape.sizes.dim
-    return both - sum(piece_costs(replace(shape, lora=None, seq_len=0))) + of_head
+    saved = shape.lora.modules_to_save
+    # the gradient of a weight costs what its forward costs
+    of_saved = sum(
+        2 * w.share * math.prod(w.layout.shape)
+        for name, w in weights(shape).items()
+        if w.inputs is not None and is_inside(saved, name)
+    )
+    return both - sum(piece_costs(replace(shape, lora=None, seq_len=0))) + of_head + of_saved
 
 
 def _matmuls(parameters: Mapping[str, Weight], batch: Microbatch) -> Iterator[Matmul]:
@@ -126,6 +145,12 @@ def problem(shape: TransformersShape, batch: Microbatch) -> str | None:
     name = shape.class_name
     if shape.sequence_parallel and not shape.has_table:
         return f"what the slices of a {name} send is known once it runs"
+    blocks = shape.lora is not None and shape.lora.modules_to_save and parts(shape, "tensor")[1:-1]
+    if blocks and batch.tensor > 1:
+        names = (name for block in blocks for name in block.parameters)
+        saved = (name for name in names if is_inside(shape.lora.modules_to_save, name))
+        if (name_in_block := next(saved, None)) is not None:
+            return f"which gradients {name_in_block} of modules_to_save needs is known once it runs"
     if shape.kind.order(shape.settings).is_listed:
         return None
     if batch.tensor > 1 and shape.lora is not None:
@@ -201,6 +226,8 @@ def _layers(
             yield from call_place.row(
                 _width(cut, inputs=False), batch.products, is_needed, output_grads[path]
             )
+            if f"{path}.{MAGNITUDE}" in table.layers:
+                yield call_place.norms(_width(cut, inputs=False))
         elif cut.kind == "joined":
             yield from call_place.joined(
                 _part(cut.weight, int(cut.transposed), batch), batch.products

@@ -7,7 +7,12 @@ from torchdistpackage.families.found import SAMPLED
 from torchdistpackage.families.registry import FAMILIES
 from torchdistpackage.families.table import ContextWay
 from torchdistpackage.layout.partition import either, nearest
-from torchdistpackage.models.lora_layout import cut_problem, linear_layers, target_problems
+from torchdistpackage.models.lora_layout import (
+    cut_problem,
+    linear_layers,
+    saved_problems,
+    target_problems,
+)
 from torchdistpackage.models.model_spec import ModelUse
 from torchdistpackage.models.transformers_layout import (
     TransformersShape,
@@ -229,6 +234,8 @@ def _lora_problems(shape: TransformersShape, tensor: int) -> list[tuple[str, str
     output_and_tied = shape.kind.output, shape.sizes.tied
     problems = target_problems(shape.lora, shape.family, weights(shape), *output_and_tied)
     of_adapters = [("model.lora.target", text) for text in problems]
+    saved = saved_problems(shape.lora, shape.family, weights(shape), *output_and_tied)
+    of_adapters += [("model.lora.modules_to_save", text) for text in saved]
     if text := cut_problem(weights(shape), shape.packed, tensor):
         of_adapters.append(("parallel.tensor", text))
     return of_adapters

@@ -1,7 +1,7 @@
 """A causal language model of transformers, as plans and exports see it. No torch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -13,7 +13,7 @@ from torchdistpackage.models import (
 )
 from torchdistpackage.models.hugging_face_layout import FolderFiles, Source
 from torchdistpackage.models.lora_folder import adapter_sources, check_adapters
-from torchdistpackage.models.lora_layout import ADAPTER_FILES, left_out
+from torchdistpackage.models.lora_layout import ADAPTER_FILES, left_out, peft_name
 from torchdistpackage.models.model_spec import ModelUse
 from torchdistpackage.models.transformers_folder import folder_of
 from torchdistpackage.models.transformers_layout import TransformersShape
@@ -95,13 +95,26 @@ class TransformersSpec:
     def sources(self) -> dict[str, tuple[Source, ...]]:
         if self.shape.lora is None:
             return folder_of(self.shape).sources()
-        return adapter_sources(self.layouts())
+        tied = {} if self._saved_table is None else {self._saved_table: self._output_weight}
+        return adapter_sources(self.shape.lora, self.layouts(), tied)
+
+    @property
+    def _output_weight(self) -> str:
+        return f"{self.shape.kind.output}.weight"
+
+    @property
+    def _saved_table(self) -> str | None:
+        """The name of a trained weight that the embedding and the head share, if there is one."""
+        table, lora = f"{self.shape.kind.table}.weight", self.shape.lora
+        is_shared = self.shape.sizes.tied and lora is not None and lora.trains(table)
+        return table if is_shared else None
 
     def config_json(self, dtype: str, like: str | Path | None) -> dict[str, Any]:
         if self.shape.lora is not None:
             base = None if like is None else str(like)
+            parameters = transformers_layout.weights(self.shape)
             return self.shape.lora.adapter_config(
-                base, transformers_layout.weights(self.shape), self.shape.head
+                base, parameters, self.shape.head, self._saved_table
             )
         settings = {key: value for key, value in self.shape.given.items() if key != "torch_dtype"}
         if self.shape.head is not None:
@@ -109,4 +122,15 @@ class TransformersSpec:
         return {**settings, "dtype": dtype}
 
     def files(self) -> FolderFiles:
-        return folder_of(self.shape).files() if self.shape.lora is None else ADAPTER_FILES
+        if self.shape.lora is None:
+            return folder_of(self.shape).files()
+        table = self._saved_table
+        if table is None:
+            return ADAPTER_FILES
+
+        def stored(name: str, value: Any) -> dict[str, Any]:
+            # peft reads a tied weight under both names
+            keys = (name, self._output_weight) if name == table else (name,)
+            return {peft_name(key): value for key in keys}
+
+        return replace(ADAPTER_FILES, stored=stored)

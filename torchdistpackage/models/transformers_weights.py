@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from torchdistpackage.bounded import StoredTensor, same_bits
 from torchdistpackage.config.hugging_face import other_model, read_config
-from torchdistpackage.config.model_section import is_adapter, trains_with_adapters
+from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.config.packages import is_before
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.layout import Layout
@@ -140,11 +140,11 @@ def open_found(folder: str | Path, shape: TransformersShape) -> FoundFolder:
     }
     anew = {x for x in shapes if x not in by_name and is_anew(x)}
     optional |= anew
-    if shape.lora is not None and (stuck := sorted(x for x in anew if not trains_with_adapters(x))):
+    if shape.lora is not None and (stuck := sorted(x for x in anew if not shape.lora.trains(x))):
         raise CheckpointError(
             f"{folder} lacks {', '.join(stuck)} of {shape.class_name}, which would begin anew and "
             f"stay as drawn, as model.lora trains and saves adapters and the head alone; name a "
-            f"folder that has them, or remove model.lora"
+            f"folder that has them, or their modules in modules_to_save, or remove model.lora"
         )
     missing = [f"{x} is missing" for x in shapes if x not in by_name and x not in optional]
     types = [

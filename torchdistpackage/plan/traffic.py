@@ -77,8 +77,15 @@ def _all_stages_send_back(plan: Plan) -> bool:
     """
     if plan.schedule.num_stages == 1 or not plan.config.model.lora.target:
         return True
+    assert plan.model is not None, "adapters are for a model of model.hf"
     first = tuple(f"{plan.pieces[i]}." for i in plan.stages[0])
-    return any(plan.is_trained(name) for name in plan.layouts if name.startswith(first))
+    index, output = plan.schedule.placement[0], f"{plan.model.output_layer}."
+    return any(
+        name.startswith(first)
+        or (layout.is_table and index in layout.stages and not name.startswith(output))
+        for name, layout in plan.layouts.items()
+        if plan.is_trained(name)
+    )
 
 
 def traffic(plan: Plan, rank: int) -> tuple[CallCount, ...]:

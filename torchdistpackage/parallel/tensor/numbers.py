@@ -244,6 +244,12 @@ class CallPlace:
         else:
             yield self._sum(width, dtype, number)
 
+    def norms(self, width: int) -> CallCount:
+        """Return the calls that sum the norms of the rows of a layer split by inputs (DoRA)."""
+        return CallCount(
+            "tensor", "all_reduce", width, self.of.losses, "norms of rows", self.forward
+        )
+
     def joined(self, width: int, dtype: str) -> Iterator[CallCount]:
         """Yield the call that gathers outputs, `width` columns of which are on this rank."""
         yield self._call("all_gather", self.of.rows * width, dtype, "outputs", self.forward)

@@ -128,6 +128,8 @@ class _LayerSwap:
             by_rows = cut.kind == "vocab"
             size = cut.weight.shape[0 if by_rows else 1]
             return split_lookup(layer, by_rows, size, self.group), weight
+        if cut.kind == "adapter" and len(cut.weight.shape) == 1:
+            return layer, weight  # the magnitudes of DoRA, whose module asks for no sizes
         if cut.kind == "adapter":
             outputs, inputs = local_shape(cut.weight, self.mesh, self.group.rank())
             return nn.Linear(inputs, outputs, bias=False, device="meta"), weight
