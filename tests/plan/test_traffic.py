@@ -134,6 +134,12 @@ def adapted():
             yield (2, f"{name}+lora", *more)
         if name != "llama, last block":
             yield 4, f"{name}+lora", TP, "pipe=2"
+    name, dora = "llama, rslora+lora", "model.lora.use_dora=true"
+    for more in ((TP,), (TP, SP, "train.recompute=blocks"), (TP, *AUTOCAST)):
+        yield (2, name, *more, dora)
+    for saved in ("[lm_head]", "[norm]", "[embed_tokens]"):
+        yield 2, "llama, last block+lora", TP, f"model.lora.modules_to_save={saved}"
+    yield 4, "llama, last block+lora", TP, "pipe=2", "model.lora.modules_to_save=[embed_tokens]"
 
 
 def compared():
