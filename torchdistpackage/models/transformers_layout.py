@@ -113,6 +113,13 @@ class TransformersShape:
         return self.lora.packed(weights(self), self.kind.output)
 
     @property
+    def tied_table(self) -> str | None:
+        """The name of the embedding's weight where the output head has it too; None: it has not."""
+        if self.sizes.tied:
+            return f"{self.kind.table}.weight"
+        return self.kind.aliases.get(f"{self.kind.output}.weight")
+
+    @property
     def class_name(self) -> str:
         """The name of the model in texts."""
         return self.kind.class_name

@@ -231,7 +231,7 @@ def _too_long(shape: TransformersShape) -> list[tuple[str, str]]:
 def _lora_problems(shape: TransformersShape, tensor: int) -> list[tuple[str, str]]:
     if shape.lora is None:
         return []
-    output_and_tied = shape.kind.output, shape.sizes.tied
+    output_and_tied = shape.kind.output, shape.tied_table is not None
     problems = target_problems(shape.lora, shape.family, weights(shape), *output_and_tied)
     of_adapters = [("model.lora.target", text) for text in problems]
     saved = saved_problems(shape.lora, shape.family, weights(shape), *output_and_tied)

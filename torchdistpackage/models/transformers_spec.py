@@ -105,9 +105,8 @@ class TransformersSpec:
     @property
     def _saved_table(self) -> str | None:
         """The name of a trained weight that the embedding and the head share, if there is one."""
-        table, lora = f"{self.shape.kind.table}.weight", self.shape.lora
-        is_shared = self.shape.sizes.tied and lora is not None and lora.trains(table)
-        return table if is_shared else None
+        table, lora = self.shape.tied_table, self.shape.lora
+        return table if table and lora is not None and lora.trains(table) else None
 
     def config_json(self, dtype: str, like: str | Path | None) -> dict[str, Any]:
         if self.shape.lora is not None:
