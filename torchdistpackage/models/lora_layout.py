@@ -129,11 +129,11 @@ class Lora:
         base: str | None,
         weights: Mapping[str, Weight],
         head: ModelHead | None = None,
-        tied: str | None = None,
+        ties: bool = False,
     ) -> dict[str, Any]:
         """Return peft's adapter_config.json. base: the folder of the model. weights: all parameters
-        of the model, adapters included. head: trained beside them. tied: name of a weight of
-        modules_to_save that the embedding and the output head share.
+        of the model, adapters included. head: trained beside them. ties: one of
+        modules_to_save is an embedding whose weight is that of the output head too.
 
         It names the layers that have adapters here. What `all-linear` stands for is peft's to say,
         and on mixtures it is more than what was trained.
@@ -151,7 +151,7 @@ class Lora:
         if self.modules_to_save:
             saved = [*more.get("modules_to_save", ()), *self._saved_modules(weights)]
             more |= {"modules_to_save": list(dict.fromkeys(saved))}
-        if tied is not None:
+        if ties:
             more |= {"ensure_weight_tying": True}
         return {
             "peft_type": "LORA",
@@ -306,18 +306,22 @@ def target_problems(
 
 
 def saved_problems(
-    lora: Lora, family: str, weights: Mapping[str, Weight], output: str, is_tied: bool
+    lora: Lora, family: str, weights: Mapping[str, Weight], tied: Mapping[str, str]
 ) -> list[str]:
-    """Return the problems of modules_to_save for a model with these parameters. output: path of its
-    head.
+    """Return the problems of modules_to_save for a model with these parameters. tied: the names of
+    the embedding's weight as that of the output head, each with its own.
     """
     problems: list[str] = []
+    if len(saved := [x for x, name in tied.items() if lora.trains(name)]) > 1:
+        problems.append(
+            f"{tied[saved[0]]} of {family} is {', '.join(saved)} too, and peft ties two names; "
+            f"leave it out"
+        )
     for module in lora.modules_to_save:
         if any(is_inside((module,), name) for name in weights if not is_adapter(name)):
             continue
-        if is_tied and names(module, output):
-            tables = (name for name, weight in weights.items() if weight.layout.is_table)
-            table = _last(next(tables).removesuffix(".weight"))
+        if any(is_inside((module,), x) for x in tied):
+            table = _last(next(iter(tied.values())).removesuffix(".weight"))
             problems.append(
                 f"{module} of {family} is its embedding (tie_word_embeddings); name {table}, which "
                 f"trains the one weight of both"

@@ -113,11 +113,12 @@ class TransformersShape:
         return self.lora.packed(weights(self), self.kind.output)
 
     @property
-    def tied_table(self) -> str | None:
-        """The name of the embedding's weight where the output head has it too; None: it has not."""
+    def tied(self) -> dict[str, str]:
+        """The names of the embedding's weight as that of the output head, each with its own."""
         if self.sizes.tied:
-            return f"{self.kind.table}.weight"
-        return self.kind.aliases.get(f"{self.kind.output}.weight")
+            return {f"{self.kind.output}.weight": f"{self.kind.table}.weight"}
+        listed = weights(self)
+        return {x: name for x, name in self.kind.aliases.items() if listed[name].layout.is_table}
 
     @property
     def class_name(self) -> str:

@@ -231,10 +231,10 @@ def _too_long(shape: TransformersShape) -> list[tuple[str, str]]:
 def _lora_problems(shape: TransformersShape, tensor: int) -> list[tuple[str, str]]:
     if shape.lora is None:
         return []
-    output_and_tied = shape.kind.output, shape.tied_table is not None
+    output_and_tied = shape.kind.output, shape.sizes.tied
     problems = target_problems(shape.lora, shape.family, weights(shape), *output_and_tied)
     of_adapters = [("model.lora.target", text) for text in problems]
-    saved = saved_problems(shape.lora, shape.family, weights(shape), *output_and_tied)
+    saved = saved_problems(shape.lora, shape.family, weights(shape), shape.tied)
     of_adapters += [("model.lora.modules_to_save", text) for text in saved]
     if text := cut_problem(weights(shape), shape.packed, tensor):
         of_adapters.append(("parallel.tensor", text))

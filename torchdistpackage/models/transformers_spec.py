@@ -95,25 +95,24 @@ class TransformersSpec:
     def sources(self) -> dict[str, tuple[Source, ...]]:
         if self.shape.lora is None:
             return folder_of(self.shape).sources()
-        tied = {} if self._saved_table is None else {self._saved_table: self._output_weight}
+        tied = {} if self._saved_tied is None else dict([self._saved_tied])
         return adapter_sources(self.shape.lora, self.layouts(), tied)
 
     @property
-    def _output_weight(self) -> str:
-        return f"{self.shape.kind.output}.weight"
-
-    @property
-    def _saved_table(self) -> str | None:
-        """The name of a trained weight that the embedding and the head share, if there is one."""
-        table, lora = self.shape.tied_table, self.shape.lora
-        return table if table and lora is not None and lora.trains(table) else None
+    def _saved_tied(self) -> tuple[str, str] | None:
+        """The name of a trained weight that the embedding and the head share, if there is one, and
+        its other name.
+        """
+        lora, tied = self.shape.lora, self.shape.tied
+        pairs = ((name, x) for x, name in tied.items() if lora is not None and lora.trains(name))
+        return next(pairs, None)
 
     def config_json(self, dtype: str, like: str | Path | None) -> dict[str, Any]:
         if self.shape.lora is not None:
             base = None if like is None else str(like)
             parameters = transformers_layout.weights(self.shape)
             return self.shape.lora.adapter_config(
-                base, parameters, self.shape.head, self._saved_table
+                base, parameters, self.shape.head, self._saved_tied is not None
             )
         settings = {key: value for key, value in self.shape.given.items() if key != "torch_dtype"}
         if self.shape.head is not None:
@@ -123,13 +122,13 @@ class TransformersSpec:
     def files(self) -> FolderFiles:
         if self.shape.lora is None:
             return folder_of(self.shape).files()
-        table = self._saved_table
-        if table is None:
+        tied = self._saved_tied
+        if tied is None:
             return ADAPTER_FILES
 
         def stored(name: str, value: Any) -> dict[str, Any]:
             # peft reads a tied weight under both names
-            keys = (name, self._output_weight) if name == table else (name,)
+            keys = tied if name == tied[0] else (name,)
             return {peft_name(key): value for key in keys}
 
         return replace(ADAPTER_FILES, stored=stored)
