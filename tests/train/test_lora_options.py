@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.models.coverage import settings
 from tests.models.coverage_ranks import refusal
 from tests.tells import tells
 from tests.train import parity
@@ -21,7 +22,7 @@ from tests.train.lora_ranks import (
 )
 from tests.train.test_transformers import LAYOUTS as EVERY
 from tests.train.test_transformers import MODELS, asked
-from tests.train.transformers_ranks import expect_answers, save_model
+from tests.train.transformers_ranks import VOCAB, expect_answers, save_model
 from torchdistpackage.cli.main import main
 from torchdistpackage.models.lora_layout import ADAPTER_FILES
 
@@ -47,6 +48,11 @@ OPTIONS = {
     ),
     "modules, tied": (
         "llama, tied",
+        {"target": ["v_proj"], "modules_to_save": ["embed_tokens"]},
+        {"ensure_weight_tying": True},
+    ),
+    "modules, found": (
+        "gemma3_text",
         {"target": ["v_proj"], "modules_to_save": ["embed_tokens"]},
         {"ensure_weight_tying": True},
     ),
@@ -79,7 +85,9 @@ def adapted(ranks, tmp_path_factory):
     def of(name: str) -> tuple[str, tuple]:
         if name not in made:
             folder = str(tmp_path_factory.mktemp("lora") / "model")
-            ranks(1).run(save_model, MODELS[OPTIONS[name][0]], folder)
+            model = OPTIONS[name][0]
+            small = MODELS.get(model) or settings(model, vocab_size=VOCAB, pad_token_id=None)
+            ranks(1).run(save_model, small, folder)
             initial = parity.whole(
                 ranks(1).run(initial_of, [f"model.hf={folder}", *changes_of(name)])
             )
