@@ -13,25 +13,26 @@ from torchdistpackage.config.load import load
 from torchdistpackage.equivalence.compare import ParityFinding
 from torchdistpackage.harness.parity.layouts import ParityReport
 from torchdistpackage.plan.certificate import certificate_path, proof_of
+from torchdistpackage.plan.parity_plan import ComparedRuns, parity_run
+from torchdistpackage.plan.run_plan import Plan
 
 SMALL = (
     "run: {{dir: {folder}/runs}}\nparallel: {{data: 2}}\nmodel: {{layers: 2, dim: 32, heads: 4}}\n"
     "data: {{seq_len: 16}}\nlaunch: {{local: {{procs: null}}}}\n"
 )
-WRONG = '''
+WRONG = """
+import torch
 from torch import nn
 
 
-class Scaled(nn.Module):
-    """Divides by the number of samples of a micro-batch of one rank."""
-
+class Wrong(nn.Module):
     def forward(self, x):
-        return x / x.shape[0]
+        return PLANT
 
 
 def build(width: int = 8) -> nn.Module:
-    return nn.Sequential(nn.Embedding(256, width), Scaled(), nn.Linear(width, 256))
-'''
+    return nn.Sequential(nn.Embedding(256, width), Wrong(), nn.Linear(width, 256))
+"""
 
 
 @pytest.fixture
@@ -45,9 +46,11 @@ def answered(monkeypatch: pytest.MonkeyPatch, finding: ParityFinding | None) -> 
     """Let the comparison find this; returns the layouts that it is asked for."""
     asked: list[str] = []
 
-    def compare(plan: object, say: object, layouts: str) -> ParityReport:
+    def compare(plan: Plan, say: object, layouts: str) -> ParityReport:
         asked.append(layouts)
-        return ParityReport([({"data": 2}, finding)])
+        run = parity_run(plan, "this")
+        runs = [ComparedRuns(run.whole, config) for _, config in run.layouts]
+        return ParityReport([({"data": 2}, finding)], runs)
 
     monkeypatch.setattr(command, "resolve", lambda name: compare)
     return asked
@@ -83,19 +86,37 @@ def test_layouts_that_cannot_be_are_named(file: Path, capsys, layouts: str, name
     assert named in capsys.readouterr().err
 
 
-@pytest.mark.full
-def test_the_program_shows_the_difference(tmp_path: Path, monkeypatch):
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("wrong", "shown"),
+    [
+        ("x * (1.5 if torch.distributed.get_rank() else 1.0)", "rank 1: off by"),
+        ("x / x.shape[0]", "usual cause"),
+        ("x.bfloat16().to(x.dtype)", "numbers in bfloat16"),
+    ],
+    ids=["outputs", "micro-batches", "bf16"],
+)
+def test_the_program_shows_the_difference_without_the_command(
+    tmp_path: Path, monkeypatch, wrong: str, shown: str
+):
+    """It fails while the mistake is there, and passes once it is mended."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "wrong.py").write_text(WRONG)
+    module = tmp_path / "wrong.py"
+    module.write_text(WRONG.replace("PLANT", wrong))
     text = SMALL.format(folder=tmp_path).replace(
         "{layers: 2, dim: 32, heads: 4}", "{target: wrong:build}"
     )
     (tmp_path / "run.yaml").write_text(text)
     assert main(["prove", "run.yaml", "--layouts", "this"]) == 1
     (program,) = (tmp_path / "runs" / "proofs").glob("*.py")
+    assert "torchdistpackage.cli" not in program.read_text()
     env = {**os.environ, "PYTHONPATH": str(Path(command.__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, str(program)], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 1, done.stderr
-    assert "1: outputs" in done.stdout, done.stdout + done.stderr
+    outcomes = []
+    for plant in (wrong, "x * 1.0"):
+        module.write_text(WRONG.replace("PLANT", plant))
+        words = [sys.executable, str(program)]
+        done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300)
+        outcomes.append((done.returncode, done.stdout + done.stderr))
+    (failed, said), (passed, right) = outcomes
+    assert failed == 1 and "AssertionError" in said and shown in said, said
+    assert passed == 0 and "no difference" in right, right

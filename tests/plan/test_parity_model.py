@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from torchdistpackage.cli.main import main
+from torchdistpackage.config.load import loads
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.plan.parity_model import is_model, model_plan
+from torchdistpackage.plan.parity_model import is_model, model_plan, with_small_copy
 from torchdistpackage.plan.parity_plan import parity_run
 
 LLAMA = {
@@ -43,6 +44,15 @@ def test_the_copy_is_small_and_every_axis_is_compared(folder: Path, tmp_path: Pa
     assert len(layouts) == 7
 
 
+def test_the_vocabulary_of_text_inside_other_settings_holds_every_byte(tmp_path: Path):
+    whole = tmp_path / "config.json"
+    text = {"vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 4}
+    whole.write_text(json.dumps({"model_type": "qwen4_exp", "text_config": text}))
+    run = loads(f"model: {{hf: {whole}}}", overrides=["data.seq_len=16"])
+    small = with_small_copy(run, tmp_path)
+    assert json.loads(Path(str(small.model.hf)).read_text())["text_config"]["vocab_size"] == 256
+
+
 def test_an_axis_that_does_not_fit_is_left_out_and_said(folder: Path, tmp_path: Path):
     (folder / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 1}))
     plan, said = model_plan(str(folder), [], tmp_path)
@@ -56,6 +66,15 @@ def test_degrees_that_are_given_are_those_compared(folder: Path, tmp_path: Path)
     (folder / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json"):
         model_plan(str(folder), ["parallel.tensor=2"], tmp_path)
+
+
+def test_what_is_no_model_is_refused_once(folder: Path, tmp_path: Path, capsys):
+    (folder / "config.json").write_text("{")
+    assert main(["prove", str(folder)]) == 2
+    assert capsys.readouterr().err.count("cannot be read") == 1
+    (folder / "config.json").unlink()
+    assert main(["prove", str(folder)]) == 2
+    assert "has no config.json" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.full

@@ -10,6 +10,7 @@ import typer
 from torchdistpackage.cli._common import Config, Overrides, wrap_on_terminal
 from torchdistpackage.config.load import load
 from torchdistpackage.data.tokens.template_date import with_template_date
+from torchdistpackage.errors import ConfigError
 from torchdistpackage.files import atomic_write, make_folder
 from torchdistpackage.lazy import resolve
 from torchdistpackage.plan.certificate import certificate, certificate_path
@@ -46,6 +47,11 @@ def prove(config: Config, overrides: Overrides = None, *, layouts: Layouts = "al
     much and the usual cause, writes a program that shows it, and exits with 1.
     """
     is_folder = is_model(config)
+    if not is_folder and Path(config).is_dir():
+        raise ConfigError(
+            f"{config} has no config.json, so it is no folder of a transformers model; name one, "
+            f"or the YAML file of a run"
+        )
     with tempfile.TemporaryDirectory(prefix="tdp-prove-") as scratch:
         if is_folder:
             plan, notes = model_plan(config, overrides or [], Path(scratch))
@@ -66,7 +72,7 @@ def prove(config: Config, overrides: Overrides = None, *, layouts: Layouts = "al
         if not report.is_right:
             path = path.with_suffix(".py")
             make_folder(path.parent)
-            atomic_write(path, failing_program(plan.config, report))
+            atomic_write(path, failing_program(report))
     typer.echo(wrap_on_terminal(str(report)))
     if report.is_right and not is_folder:
         certificate(run, [axes for axes, _ in report.findings]).write(path)

@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchdistpackage.comm.nested import leaves_of
 
 WIDE = (torch.float32, torch.float64)
+# float64_within changes what torch calls float32
+_SINGLE, _DOUBLE = WIDE
 
 
 class _CastMode(TorchDispatchMode):
@@ -38,9 +40,9 @@ class _CastMode(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if any(_is(x, torch.float32) for x in leaves_of(result)):
+        if any(_is(x, _SINGLE) for x in leaves_of(result)):
             inputs = [*leaves_of((args, kwargs))]
-            if any(_is(x, torch.float64) for x in inputs):
+            if any(_is(x, _DOUBLE) for x in inputs):
                 self._singles[:] = self._singles or [self._running[-1] if self._running else ""]
         narrow = [x.dtype for x in leaves_of(result) if _is_narrow(x)]
         if narrow:

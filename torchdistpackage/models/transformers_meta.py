@@ -240,6 +240,11 @@ def on_meta(
                 model = auto_class(head).from_config(config, **build_options(dtype))
         except settings_errors() as error:
             raise refused(error) from error
+    if dtype == torch.float64:
+        for parameter in model.parameters():
+            # XLNet makes some in float32 whatever the default; from_pretrained casts them
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
     keep_lengths_apart(model)
     if head is not None and scores_positions(model, head):
         score_all_positions(model)

@@ -4,7 +4,7 @@ The copy has the same classes and kinds of layers (models/shrunk_config.py) and 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from torchdistpackage.plan.run_plan import Plan, local_procs, make_plan
 BYTES, SEQ_LEN = 256, 16
 _AXES = ("parallel.data=2", "parallel.pipe=2", "parallel.tensor=2")
 _MOST_BYTES = 1 << 20
+_TEXT = ("text_config", "decoder", "generator", "text_encoder")
+"""Where transformers' `get_text_config` looks."""
 
 
 def is_model(argument: str) -> bool:
@@ -42,16 +44,19 @@ def model_plan(argument: str, overrides: Sequence[str], scratch: Path) -> tuple[
     text += f"data: {{seq_len: {SEQ_LEN}}}\nlaunch: {{local: {{procs: null}}}}\n"
     if any(override.startswith("parallel.") for override in overrides):
         return _small_plan(loads(text, overrides=overrides), scratch), []
-    overrides_kept, notes = list[str](), list[str]()
+    overrides_kept, reasons = list[str](), dict[str, str]()
     for axis in _AXES:
         try:
             _small_plan(loads(text, overrides=[*overrides, *overrides_kept, axis]), scratch)
         except ConfigError as error:
-            notes.append(f"left out {axis}: {_reason(error)}")
+            reasons[axis] = _reason(error)
         else:
             overrides_kept.append(axis)
+    notes = [f"left out {axis}: {reason}" for axis, reason in reasons.items()]
     if not overrides_kept:
-        raise ConfigError("; ".join(notes))
+        # a folder that cannot be read is so for every axis
+        alone = len(set(reasons.values())) == 1
+        raise ConfigError(next(iter(reasons.values())) if alone else "; ".join(notes))
     return _small_plan(loads(text, overrides=[*overrides, *overrides_kept]), scratch), notes
 
 
@@ -74,16 +79,26 @@ def with_small_copy(config: RunConfig, scratch: Path) -> RunConfig:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as a configuration: {error}") from error
     small = shrunk(config_dict)
-    if "vocab_size" in config_dict:
-        # tokens are bytes, unless the data are those of the model's own tokenizer
-        has_own = config.data.tokenizer is not None or config.data.name == "tokens"
-        small["vocab_size"] = config_dict["vocab_size"] if has_own else BYTES
+    # tokens are bytes, unless the data are those of the model's own tokenizer
+    has_own = config.data.tokenizer is not None or config.data.name == "tokens"
+    for whole, copied in ((config_dict, small), *_text_settings(config_dict, small)):
+        if "vocab_size" in whole:
+            copied["vocab_size"] = whole["vocab_size"] if has_own else BYTES
     copy = scratch / FILE
     copy.write_text(json.dumps(small))
     sizes = {"vocab": small["vocab_size"]} if "vocab_size" in config_dict else {}
     model = config.model.model_copy(update={"hf": str(copy), **sizes})
     data = config.data.model_copy(update={"seq_len": min(config.data.seq_len, SEQ_LEN)})
     return config.model_copy(update={"model": model, "data": data})
+
+
+def _text_settings(config_dict: Any, small: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the settings of text inside those of a model of several kinds of input, and the small
+    copy's.
+    """
+    for key in _TEXT:
+        if isinstance(config_dict.get(key), dict) and isinstance(small.get(key), dict):
+            yield config_dict[key], small[key]
 
 
 def _reason(error: ConfigError) -> str:

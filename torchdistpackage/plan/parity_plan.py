@@ -40,6 +40,22 @@ class ComparedOption:
 
 
 @dataclass(frozen=True)
+class ComparedRuns:
+    """Two runs that were compared, and how: as `record_run` takes it.
+
+    having: the run that may differ; `one` itself, if one process is compared with itself. saves:
+    it was stopped and resumed.
+    """
+
+    one: RunConfig
+    having: RunConfig
+    alike: bool = False
+    dropout: bool = False
+    wide: bool = False
+    saves: bool = False
+
+
+@dataclass(frozen=True)
 class ParityRun:
     """The runs that `tdp prove` compares.
 

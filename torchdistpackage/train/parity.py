@@ -8,12 +8,14 @@ process. parity_steps.py has the ranks' steps.
 import inspect
 import math
 import os
+import shutil
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torchdistpackage.equivalence.causes import CAUSES
@@ -24,12 +26,19 @@ from torchdistpackage.equivalence.compare import (
     narrow_casts,
     stopped_difference,
 )
+from torchdistpackage.equivalence.record import ParityRecord
 from torchdistpackage.errors import TorchDistError
 from torchdistpackage.harness.parity.layout_ranks import records_of
 from torchdistpackage.harness.parity.layouts import ParityReport, text_of
 from torchdistpackage.harness.pool import RankPool, Ranks
 from torchdistpackage.launch.entrypoint import user_object
-from torchdistpackage.plan.parity_plan import ComparedOption, ParityRun, parity_run, smaller_layouts
+from torchdistpackage.plan.parity_plan import (
+    ComparedOption,
+    ComparedRuns,
+    ParityRun,
+    parity_run,
+    smaller_layouts,
+)
 from torchdistpackage.plan.run_plan import Plan
 from torchdistpackage.plan.smaller_arguments import with_smaller_arguments
 from torchdistpackage.plan.user_code import add_user_code
@@ -111,22 +120,21 @@ def compare_run(
         if resumes:
             saves = stack.enter_context(tempfile.TemporaryDirectory(prefix="tdp-prove-"))
         began = time.monotonic()
-        one = (rank_pool(1), record_run, run.whole, {}, saves, ONE_PROCESS, False, False)
-        wide = False
-        (reference,) = records_of(*one, wide)
-        if reference.error and run.whole.model.hf is not None:
-            wide = True  # the class makes numbers of torch's default type
-            (reference,) = records_of(*one, wide)
+        reference, wide = _one_process(run, rank_pool(1), saves)
         if reference.error:
             raise TorchDistError(f"one process alone fails: {reference.error}")
         say(f"one process: {time.monotonic() - began:.0f} s")
         for alone in (narrow_casts([reference]), stopped_difference([reference], {})):
             if alone is not None:
-                return ParityReport([({}, alone)])
+                runs = ComparedRuns(run.whole, run.whole, wide=wide, saves=resumes)
+                return ParityReport([({}, alone)], [runs])
         findings: list[tuple[dict[str, int], ParityFinding | None]] = []
+        sources: list[ComparedRuns] = []
         for feature in run.features:
-            if (changed := _changed(feature, rank_pool(1), wide)) is not None:
+            runs = _runs_of(feature, wide)
+            if (changed := _changed(feature, rank_pool(1), runs)) is not None:
                 findings.append(({}, changed))
+                sources.append(runs)
                 say(f"one process, {feature.name}: differs in {changed.module}")
         todo = deque(run.layouts)
         number = 0
@@ -140,6 +148,7 @@ def compare_run(
             records = records_of(ranks, record_run, config, *options)
             finding = first_difference(reference, records, axes)
             findings.append((axes, finding))
+            sources.append(ComparedRuns(run.whole, config, wide=wide, saves=resumes))
             verdict = "the same" if finding is None else f"differs in {finding.module}"
             took = f"{time.monotonic() - began:.0f} s"
             say(f"{number} of {number + len(todo)}, {text_of(axes)}: {verdict}, {took}")
@@ -148,20 +157,49 @@ def compare_run(
             if finding is not None and narrow and len(axes) > 1 and number == 1:
                 # which axis it is shows with fewer of them
                 todo.extendleft(reversed(smaller_layouts(run, axes).layouts))
-    findings.sort(key=lambda each: len(each[0]))
-    return ParityReport(findings)
+    order = sorted(range(len(findings)), key=lambda number: len(findings[number][0]))
+    return ParityReport([findings[i] for i in order], [sources[i] for i in order])
+
+
+def _one_process(run: ParityRun, ranks: Ranks, saves: str) -> tuple[ParityRecord, bool]:
+    """Return the record of one process, and whether what it computes in float32 was made float64.
+
+    That is tried first for classes of transformers, whose norms go on in float32, and otherwise if
+    some module does so. What fails with it is compared as it is.
+    """
+    wide_first = run.whole.model.hf is not None
+
+    def recorded(wide: bool) -> ParityRecord:
+        if saves:
+            shutil.rmtree(Path(saves) / ONE_PROCESS, ignore_errors=True)
+        options = (run.whole, {}, saves, ONE_PROCESS, False, False, wide)
+        return records_of(ranks, record_run, *options)[0]
+
+    record = recorded(wide_first)
+    if record.error if wide_first else record.singles:
+        other = recorded(not wide_first)
+        if not other.error:
+            return other, not wide_first
+        if not wide_first:
+            record = recorded(wide_first)  # its saves are what layouts load
+    return record, wide_first
 
 
 _CHANGES = {"accumulation": "accumulation", "recompute": "recompute", "compile": "compiled"}
 """Name of an option -> kind of the mistake if gradients or outputs change with it."""
 
 
-def _changed(feature: ComparedOption, ranks: Ranks, wide: bool) -> ParityFinding | None:
+def _runs_of(feature: ComparedOption, wide: bool) -> ComparedRuns:
+    # a compiler, too, would get float64 where it asks for float32
+    wide = wide and feature.name != "compile"
+    return ComparedRuns(feature.without, feature.having, feature.alike, feature.dropout, wide)
+
+
+def _changed(feature: ComparedOption, ranks: Ranks, runs: ComparedRuns) -> ParityFinding | None:
     """Return what an option changes in one process; None: nothing."""
-    options = ({}, "", ONE_PROCESS, feature.alike, feature.dropout, wide)
+    options = ({}, "", ONE_PROCESS, runs.alike, runs.dropout, runs.wide)
     without, having = (
-        records_of(ranks, record_run, config, *options)
-        for config in (feature.without, feature.having)
+        records_of(ranks, record_run, config, *options) for config in (runs.one, runs.having)
     )
     # rounds are fed other parts of the samples of a step
     having = [replace(record, inputs=[]) for record in having]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ from torchdistpackage.equivalence.record import (
     without_dropout,
 )
 from torchdistpackage.equivalence.stopped import RunMoment, resume_gaps
+from torchdistpackage.equivalence.wide import float64_within
 from torchdistpackage.layout.derive import blocks
 from torchdistpackage.plan.parity_plan import NUM_STEPS, world_size_of
 from torchdistpackage.plan.run_plan import make_plan
@@ -63,16 +65,8 @@ def record_run(
 
     saves: folder of the saves of all layouts; empty: nothing is saved, stopped and resumed.
     name: of this layout's folder in it. alike: every micro-batch gets the samples of the first.
-    dropout: the compared steps draw. wide: numbers without a type are float64 too, for classes that
-    mix them with the model's.
+    dropout: the compared steps draw. wide: what the model computes in float32 is float64 too.
     """
-    if wide:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        try:
-            return record_run(config, axes, saves, name, alike, dropout)
-        finally:
-            torch.set_default_dtype(before)
     rank = resolve_group(None, "global").rank()
     plan = make_plan(config, world_size_of(axes))
     record = ParityRecord(dict(plan.topology.dense.coord(rank)))
@@ -80,7 +74,8 @@ def record_run(
     def fresh() -> Trainer:
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(0)
-        return build(plan, rank, torch.device("cpu"))
+        trainer = build(plan, rank, torch.device("cpu"))
+        return _in_float64(trainer) if wide else trainer
 
     trainer = fresh()
     _compared_steps(trainer, record, alike=alike, dropout=dropout)
@@ -101,6 +96,18 @@ def record_run(
     )
     _elsewhere(fresh(), folder, Path(saves) / ONE_PROCESS, record)
     return record
+
+
+def _in_float64(trainer: Trainer) -> Trainer:
+    """Let forwards and backwards compute in float64 throughout, and return the trainer."""
+    accumulate = trainer.accumulate
+
+    def wide(*args: Any, **kwargs: Any) -> Tensor:
+        with float64_within():
+            return accumulate(*args, **kwargs)
+
+    trainer.accumulate = wide
+    return trainer
 
 
 def _compared_steps(trainer: Trainer, record: ParityRecord, *, alike: bool, dropout: bool) -> None:

@@ -4,7 +4,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +27,7 @@ from torchdistpackage.equivalence.record import (
     without_dropout,
 )
 from torchdistpackage.equivalence.stopped import RunMoment, resume_gaps
+from torchdistpackage.equivalence.wide import float64_within
 from torchdistpackage.errors import ConfigError, RankError
 from torchdistpackage.harness.pool import Ranks
 from torchdistpackage.launch.entrypoint import EntryPoint
@@ -87,10 +88,12 @@ def record_rank(
     axes: Mapping[str, int],
     saves: str = "",
     name: str = "",
+    wide: bool = False,
 ) -> ParityRecord:
     """Set up `tpc`, build, take the steps. Runs on every rank of the layout.
 
-    saves: folder for saves of all layouts; name: that of this layout in it.
+    saves: folder for saves of all layouts; name: that of this layout in it. wide: what the steps
+    compute in float32 is float64 too.
     """
     mesh = [(axis, axes.get(axis, 1)) for axis, _ in _DEFAULT]
     expert = axes.get("expert", 1)
@@ -102,7 +105,8 @@ def record_rank(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        rank = _OwnRank(build, batch, coord["data"], dict(mesh)["data"], Path(saves) / name)
+        folder = Path(saves) / name
+        rank = _OwnRank(build, batch, coord["data"], dict(mesh)["data"], folder, wide)
         model = rank.fresh()
         _compared_steps(rank, model, record)
         if saves and model.save is not None and model.load is not None:
@@ -115,7 +119,7 @@ def record_rank(
 @dataclass(frozen=True)
 class _OwnRank:
     """A rank with its model and inputs; index, num: its position along data. folder: of its
-    saves.
+    saves. wide: what its steps compute in float32 is float64 too.
     """
 
     build: Callable[[], ParityModel]
@@ -123,6 +127,7 @@ class _OwnRank:
     index: int
     num: int
     folder: Path
+    wide: bool
 
     def fresh(self) -> ParityModel:
         for seed in (torch.manual_seed, random.seed, np.random.seed):
@@ -136,10 +141,16 @@ class _OwnRank:
         floats = (p for p in model.module.parameters() if p.is_floating_point())
         if any(p.dtype != torch.float64 for p in floats):
             model.module.to(torch.float64)
-        return model
+        return replace(model, step=partial(_in_float64, model.step)) if self.wide else model
 
     def fed(self, number: int) -> Any:
         return self.batch(number, self.index, self.num)
+
+
+def _in_float64(step: Callable[[Any], Any], fed: Any) -> Any:
+    """Take a step in which code that asks for float32 gets float64."""
+    with float64_within():
+        return step(fed)
 
 
 def _compared_steps(rank: _OwnRank, model: ParityModel, record: ParityRecord) -> None:
@@ -329,10 +340,17 @@ def run_layouts(
 ) -> Iterator[list[ParityRecord]]:
     """Yield the records of one process, and of every layout."""
     build, batch = importable(build), importable(batch)
-    for number, axes in enumerate(({}, *layouts)):
-        name = f"layout{number}" if axes else ONE_PROCESS
+    one = (ranks(1), record_rank, build, batch, {}, saves, ONE_PROCESS)
+    records, wide = records_of(*one), False
+    if records[0].singles:
+        again = records_of(*one, True)
+        wide = not again[0].error
+        records = again if wide else records_of(*one)  # its saves are what layouts load
+    yield records
+    for number, axes in enumerate(layouts, 1):
         world = ranks(math.prod(axes.values()))
-        yield records_of(world, record_rank, build, batch, dict(axes), saves, name)
+        name = f"layout{number}"
+        yield records_of(world, record_rank, build, batch, dict(axes), saves, name, wide)
 
 
 def records_of(ranks: Ranks, record: Callable[..., ParityRecord], *args: Any) -> list[ParityRecord]:

@@ -33,9 +33,13 @@ def text_of(axes: Axes) -> str:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """The first difference, or None, of each layout that was compared."""
+    """The first difference, or None, of each layout that was compared.
+
+    runs: for each of them the runs that were compared, if these are runs of a configuration.
+    """
 
     findings: Sequence[tuple[dict[str, int], Any]]
+    runs: Sequence[Any] = ()
 
     @property
     def is_right(self) -> bool:
