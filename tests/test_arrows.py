@@ -48,6 +48,7 @@ MAY_NAME_MODULES = {
     "train/export.py": "what rounds weights to 4 bits, with torch",
     "data/tokens/token_workers.py": "what another process runs",
     "train/harness_calls.py": "lm-eval, on rank 0 of an evaluation by its tasks",
+    "train/worker.py": "the check of nodes, for the runs that ask for it",
     "train/trackers/feed.py": "libraries of services, for the runs that log to them",
 }
 """Files with modules of ours in strings for other reasons than those of `needs_no_reason`."""

@@ -43,6 +43,12 @@ class RunDir:
         """
         return self.job / f"decision.{start}"
 
+    def left_out(self, start: str) -> Path:
+        """Names of nodes that the job does without from this start on, one a line; read by the
+        batch script after the start has failed.
+        """
+        return self.job / f"left_out.{start}"
+
     def failures(self, start: str) -> Path:
         """Folder with one JSON file per rank that failed in this start."""
         return self.job / f"failures.{start}"

@@ -50,6 +50,7 @@ class Cluster:
         self._numbers = itertools.count(1)
         self._states: dict[str, list[str]] = {}
         self._asked_s, self._asking = 0.0, threading.Lock()
+        self._is_down, self._taking_down = False, threading.Lock()
         self._threads = ThreadPoolExecutor(max_workers=16, thread_name_prefix=name)
         # Where a cluster must be, its packages may have to be installed.
         install = ["--install"] if os.environ.get(REQUIRE) == "1" else []
@@ -73,10 +74,15 @@ class Cluster:
         self._ended = True
         for sibling in self._siblings:
             sibling.down()
-        written = self.conf.parents[1] / "log"
-        if self.logs and written.exists():
-            shutil.copytree(written, self.logs / self.name)
-        self.script("down")
+        # A scenario may take its own cluster down while the session takes down all of them.
+        with self._taking_down:
+            if self._is_down:
+                return
+            written = self.conf.parents[1] / "log"
+            if self.logs and written.exists():
+                shutil.copytree(written, self.logs / self.name)
+            self.script("down")
+            self._is_down = True
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def sibling(self, **options: object) -> Cluster:

@@ -22,6 +22,7 @@ import typer
 from torchdistpackage.disk_room import mount_of
 from torchdistpackage.environment.network import is_loopback, read_addresses, resolve
 from torchdistpackage.errors import TorchDistError
+from torchdistpackage.harness.gpu_facts import FIELDS, gpu_facts
 from torchdistpackage.launch.process import usable_cpus
 from torchdistpackage.launch.slurm.query import run_command
 from torchdistpackage.lazy import resolve as imported
@@ -37,11 +38,6 @@ _VARIABLES = re.compile(
     r"TRANSFORMERS|TDP|PYTHON|LD|TMPDIR|VIRTUAL_ENV|CONDA)(_|$|PATH)"
 )
 _SECRETS = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|://[^/@\s]*@", re.IGNORECASE)
-_GPU_FACTS = (
-    "index,name,driver_version,memory.total,ecc.mode.current,"
-    "ecc.errors.uncorrected.volatile.total,clocks.sm,clocks.max.sm,temperature.gpu,"
-    "pcie.link.gen.current,pcie.link.width.current"
-)
 
 Facts = Iterator[tuple[str, str]]
 """Names and values; the name "!" marks a warning."""
@@ -125,19 +121,13 @@ def _devices() -> Facts:
     for index in range(cuda.device_count()):
         gpu = cuda.get_device_properties(index)
         yield f"GPU {index}", f"{gpu.name}, {_bytes(gpu.total_memory)}"
-    command = run_command(
-        ["nvidia-smi", f"--query-gpu={_GPU_FACTS}", "--format=csv,noheader"], timeout_s=TIMEOUT_S
-    )
-    if command.code:
-        yield "nvidia-smi", command.why
-        return
-    yield "nvidia-smi", _GPU_FACTS
-    for line in command.out.splitlines():
-        index, *facts = [x.strip() for x in line.split(",")]
-        yield f"GPU {index}", ", ".join(facts)
-        errors = facts[4] if len(facts) > 4 else "0"
-        if errors.isdecimal() and int(errors):
-            yield "!", f"GPU {index} counts {errors} uncorrected memory errors; leave it out"
+    facts = gpu_facts(timeout_s=TIMEOUT_S)
+    yield "nvidia-smi", facts.error or ", ".join(FIELDS[1:])
+    for row in facts.rows:
+        index, *values = row.values()
+        yield f"GPU {index}", ", ".join(values)
+    for finding in facts.findings:
+        yield "!", finding
 
 
 def _limits() -> Facts:

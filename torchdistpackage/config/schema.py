@@ -638,6 +638,12 @@ class LaunchSection(Section):
         "is lost, the ranks are started again in the same job with a spare in its place; needs "
         "launch.requeue.in_job_restarts.",
     )
+    node_check: k.NodeCheck = Field(
+        default="off",
+        description="fast: measure each node for about 5 s before the first step, and leave out "
+        "nodes that are slower than the others or compute wrong results (docs/jobs.md). Worth it "
+        "for jobs of many nodes and hours.",
+    )
     init_timeout_s: k.Seconds = Field(
         default=60.0,
         description="Seconds to wait at the start for all ranks to join. Raise it for large jobs "

@@ -393,6 +393,7 @@ StepRangeOrNull = (
 )
 Recompute = Literal["none", "blocks", "offload", "auto"]
 Compile = Literal["off", "blocks", "auto"]
+NodeCheck = Literal["off", "fast"]
 CompileBackend = Literal["inductor", "aot_eager", "eager"]
 GigabytesOrNull = Annotated[Positive, Field(le=1_000_000)] | None
 Float8 = Literal["off", "linear"]

@@ -20,6 +20,7 @@ shell's `case`, so that a batch script can follow the same rule.
 import itertools
 import math
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NoReturn
@@ -35,6 +36,11 @@ _HOST = re.compile(r"(?:[^][, \t\n]+|\[[^][]*\])+")
 _BRACKET = re.compile(r"\[([^][]*)\]")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]*))?")
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+
+
+def node_name(env: Mapping[str, str]) -> str:
+    """Return the name by which Slurm knows this node, or the first label of its host name."""
+    return env.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
 
 
 def expand(text: str) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ Communication   comm_checks (data that shows its sender) on calls (ours and torc
                 device_speed (of one device), late/ (a transport that delivers late).
 Order of calls  lint/ (`tdp comm lint`: do all ranks make the same calls).
 Hangs           watchdog (notices one) and hang/ (says who is to blame).
-Slow ranks      stragglers/.
+Slow ranks      stragglers/; of nodes before the first step node_check with node_verdict and
+                gpu_facts (nvidia-smi).
 Right numbers   parity/ (`tdp prove`: a layout beside one process).
 """

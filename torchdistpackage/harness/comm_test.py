@@ -111,11 +111,18 @@ def _topology() -> Iterator[tuple[list[str], list[GroupClass]]]:
         modes = [*tpc.topology.dense.names, "model", "moe_dp", "moe_ep", "global"]
         yield [mode for mode in modes if tpc.is_mode_inited(mode)], []
         return
+    with world_only():
+        yield ["global"], [_with_rank_0()]
+
+
+@contextmanager
+def world_only() -> Iterator[None]:
+    """Set up a tpc inside the block that has only the default group."""
     group = world()
     with tpc.isolated():
         tpc.setup(topology([("data", group.size())], group.size()), group.rank())
         try:
-            yield ["global"], [_with_rank_0()]
+            yield
         finally:
             tpc.destroy()
 

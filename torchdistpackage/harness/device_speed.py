@@ -190,16 +190,21 @@ def _host_call_s() -> float:
 
 
 def _median_s(call: Callable[[], object], device: torch.device) -> float:
+    return statistics.median(times_s(call, device, _BUDGET_S))
+
+
+def times_s(call: Callable[[], object], device: torch.device, budget_s: float) -> list[float]:
+    """Return the seconds of each call in `budget_s` seconds, after one uncounted call."""
     times: list[float] = []
     call()
     _wait(device)
-    end = time.perf_counter() + _BUDGET_S
+    end = time.perf_counter() + budget_s
     while time.perf_counter() < end or not times:
         start = time.perf_counter()
         call()
         _wait(device)
         times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return times
 
 
 def _wait(device: torch.device) -> None:

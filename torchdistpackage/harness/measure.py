@@ -35,6 +35,7 @@ from torchdistpackage.harness.bench.report import (
     PAIRS,
     BenchReport,
     Measurement,
+    Pair,
     Pairs,
     Row,
     Times,
@@ -216,18 +217,32 @@ def _cell(axis: str, operation: str, mode: str, dtype: str, size_bytes: int) -> 
 
 
 def _pairs(request: Request, num_ranks: int, begin: Begin) -> Pairs:
-    """Return rounds that pair each rank with each other one, with as many pairs at a time as
-    possible.
+    """Measure each rank with each other one, with as many pairs at a time as possible."""
+    dtype = request.dtypes[0]
+    size_bytes = request.counted_sizes(dtype, 1)[-1]
+    times_s = time_pairs(tournament(num_ranks), request, begin)
+    times = {pair: statistics.median(times_s[pair]) for pair in sorted(times_s)}
+    return Pairs(size_bytes=size_bytes, dtype=dtype, times=times)
+
+
+def time_pairs(
+    rounds: Sequence[Round], request: Request, begin: Begin = lambda *_: None
+) -> dict[Pair, Sequence[float]]:
+    """Return the seconds of each iteration of messages both ways, for each pair of the rounds.
+
+    The largest size and the first dtype of `request` count. All ranks call it, with tpc set up.
+
+    Raises:
+        DataCorruptionError: an element arrived wrong; on every rank, naming which.
     """
     dtype = request.dtypes[0]
     size_bytes = request.counted_sizes(dtype, 1)[-1]
     cell = _cell(PAIRS, "p2p_both", CONCURRENT, dtype, size_bytes)
-    times = {
-        (a, b): statistics.median(unit)
-        for part in tournament(num_ranks)
-        for (a, b), unit, *_ in _round(cell, part, request, begin)
+    return {
+        (a, b): ours_s
+        for part in rounds
+        for (a, b), ours_s, *_ in _round(cell, part, request, begin)
     }
-    return Pairs(size_bytes=size_bytes, dtype=dtype, times=dict(sorted(times.items())))
 
 
 def _round(cell: Measurement, part: Round, request: Request, begin: Begin) -> list[Times]:

@@ -10,7 +10,7 @@ import sys
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, cast
 
 import torch
 
@@ -25,14 +25,18 @@ from torchdistpackage.data.tokens.data_fingerprint import data_fingerprints, edi
 from torchdistpackage.data.tokens.template_date import with_template_date
 from torchdistpackage.environment.failure import only_returns
 from torchdistpackage.environment.rendezvous import Rendezvous, detect
+from torchdistpackage.environment.slurm_env import node_name
+from torchdistpackage.errors import LaunchError
 from torchdistpackage.files import append_text, atomic_write, make_folder
 from torchdistpackage.harness.hang.dump import remove_traces
 from torchdistpackage.harness.watchdog import HangWatchdog, agree_on_start
 from torchdistpackage.launch.process import SignalFlag, name_thread
 from torchdistpackage.launch.run_events import END, flat, note_event, note_start
 from torchdistpackage.launch.run_folder import only_writer, prepare_folder
+from torchdistpackage.launch.slurm.node_blocklist import record_bad_node
 from torchdistpackage.launch.slurm.requeue import EXIT_TEMPFAIL, Decision, RequeueDecision
 from torchdistpackage.launch.slurm.run_dir import amend_start, append_start, attempt_id, this_start
+from torchdistpackage.lazy import resolve
 from torchdistpackage.plan.certificate import proof_of
 from torchdistpackage.plan.resume_check import StartChanges, start_changes
 from torchdistpackage.plan.run_plan import Plan, make_plan, too_long
@@ -62,6 +66,11 @@ from torchdistpackage.train.train_state import TrainState
 from torchdistpackage.train.train_state import resume as resume_state
 from torchdistpackage.train.wind_up import Export, wind_up
 
+if TYPE_CHECKING:
+    from torchdistpackage.harness.node_check import NodeCheck
+
+_CHECK_NODES = "torchdistpackage.harness.node_check:check_nodes"
+
 
 def worker_main(config: RunConfig, resume: str, signals: SignalFlag | None = None) -> int:
     """Join the other ranks, train, and leave; return 0, or EXIT_TEMPFAIL if the run ended early and
@@ -80,6 +89,7 @@ def worker_main(config: RunConfig, resume: str, signals: SignalFlag | None = Non
             # what reads data and checkpoints can hang as a step can
             with _watch(rank) as watch:
                 with watch.allow_slow():
+                    _check_nodes(rank)
                     prepared = _build(rank)
                     stop = _note_start(rank, prepared.state, changes)
                     if goes_on_without_nodes(rank.config):
@@ -208,6 +218,26 @@ def _announce(rank: RunRank) -> None:
         rank.say("gradients travel in bf16 (precision.reduce_dtype)")
     if config.train.compile != "off":
         rank.say(f"compiling blocks with {config.train.compile_backend}")
+
+
+def _check_nodes(rank: RunRank) -> None:
+    """Measure the nodes if the file asks for it.
+
+    Raises:
+        LaunchError: names the nodes that are slow or compute wrong results. They are recorded, so
+            that the job, or the next submission, leaves them out.
+    """
+    if rank.config.launch.node_check == "off":
+        return
+    # its imports take time that a run without the check does not spend
+    check: NodeCheck = resolve(_CHECK_NODES)(node_name(os.environ), rank.joined.device)
+    rank.say(*(f"note: {note}" for note in check.notes))
+    if not check.bad:
+        return
+    if rank.is_main:
+        for node in check.bad:
+            record_bad_node(rank.files, os.environ, node.host, node.rank, node.reason)
+    raise LaunchError(check.problem)
 
 
 def _build(rank: RunRank) -> PreparedRun:

@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 
 from torchdistpackage.environment.failure import Failure, FailureKind, to_json
-from torchdistpackage.launch.slurm.failure_report import CANNOT_WRITE, keep, verdict
-from torchdistpackage.launch.slurm.node_blocklist import read
+from torchdistpackage.launch.slurm.failure_report import (
+    CANNOT_WRITE,
+    keep,
+    start_again,
+    verdict,
+)
+from torchdistpackage.launch.slurm.node_blocklist import excluded, read, record_bad_node
 from torchdistpackage.launch.slurm.run_dir import append_start, this_start
 from torchdistpackage.run_files import RunDir
 
@@ -142,6 +147,31 @@ def test_the_batch_script_calls_it_as_a_program(tmp_path):
     assert done.returncode == 3 and done.stdout.rstrip().endswith("ValueError: no such sample")
     wrong = subprocess.run([*program, "x"], capture_output=True, text=True, check=False)
     assert wrong.returncode == 2 and "usage" in wrong.stderr
+
+
+CHECKED = "LaunchError: the node check failed on rank 1 on n2, which is slow: 9 ms; leave out n2"
+
+
+@pytest.mark.parametrize(("spare_nodes", "word"), [(0, "stop"), (1, "again")])
+def test_a_node_that_the_check_named_is_left_out_if_the_job_has_another(
+    tmp_path, spare_nodes, word
+):
+    """The ranks all say the same, and that rank is first which stands on the node."""
+    files = RunDir(tmp_path / "run")
+    env = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+    record_bad_node(files, env, "n2", 1, "is slow: 9 ms")
+    said = [failed(rank, FailureKind.ERROR, 1, CHECKED, rank / 10) for rank in (0, 2, 1)]
+    text, code = of(tmp_path, *said, num_ranks=3)
+    assert code == 1 and text.startswith("rank 1 of 3 failed: ")
+    decided = start_again(files.run, START, 3, 2, 30.0, None, spare_nodes)
+    assert decided.word == word
+    assert files.decision(START).exists() is (word == "again")
+    assert files.left_out(START).exists() is (word == "again")
+    if word == "again":
+        assert files.left_out(START).read_text() == "n2\n"
+    else:
+        assert decided.reason.endswith("to blame: rank 1: slow or wrong before the first step")
+    assert excluded(files.suspects, NOW) == ("n2",), "of the next submission"
 
 
 def test_a_run_folder_that_takes_nothing_is_named_with_a_code_of_its_own(tmp_path):

@@ -253,8 +253,8 @@ def test_ranks_are_started_anew_in_the_job_while_all_is_well(bash, env, code, at
     assert done.returncode == code, done.stdout
     assert Path(f"{bash.noted}.attempts").read_text().split() == list(attempts)
     asked = [line.split() for line in Path(f"{bash.noted}.asked").read_text().splitlines()]
-    assert [words[-2] for words in asked] == list(left) and asked[0][-1] == "30"
-    assert [words[-5] for words in asked] == ["7.0", "7.0.1", "7.0.2"][: len(asked)]
+    assert [words[-3] for words in asked] == list(left) and asked[0][-2:] == ["30", "0"]
+    assert [words[-6] for words in asked] == ["7.0", "7.0.1", "7.0.2"][: len(asked)]
     silent = f"{NODE_SILENT} within 520 s" in done.stdout
     assert silent is ("CHECK_CODE" in env)
     requeued = silent and mode == "requeue"
@@ -369,6 +369,16 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(bash, gone, then):
     shape = "--nodes=3 --ntasks=3"
     assert attempts == [f"{shape} n1,n2,n3", *([f"{shape} {then}"] if then else [])]
     assert Path(f"{bash.noted}.requeued").exists() is (then is None)
+
+
+def test_a_node_that_is_to_blame_is_left_out_though_it_answers(bash):
+    (bash.folder / "job").mkdir(exist_ok=True)
+    (bash.folder / "job" / "left_out.7.0").write_text("n2\n")
+    changes = ("launch.spares=1", "launch.slurm.nodes=3")
+    done, attempts = elastic(bash, *changes, nodes="4", degrees="data: 3", GONE="none")
+    assert done.returncode == 0, done.stdout
+    shape = "--nodes=3 --ntasks=3"
+    assert attempts == [f"{shape} n1,n2,n3", f"{shape} n1,n3,n4"], "and not shared"
 
 
 @pytest.mark.parametrize(

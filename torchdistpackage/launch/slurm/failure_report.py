@@ -4,9 +4,10 @@ job's.
 Run by the batch script when the ranks are gone and left no decision:
 
     python -m torchdistpackage.launch.slurm.failure_report RUN_FOLDER START CODE NUM_RANKS [LEFT
-    MARGIN_S]
+    MARGIN_S SPARE_NODES]
 
-With LEFT, how often this job may start its ranks anew, it leaves word if that is to be done now.
+With LEFT, how often this job may start its ranks anew, it leaves word if that is to be done now,
+and which nodes to leave out then, if the job can do without as many (SPARE_NODES).
 
 The ranks' own reports count. What srun returned (CODE) is the code of whichever task it heard of
 first, or of its own killing of the others.
@@ -31,7 +32,7 @@ from torchdistpackage.environment.failure import (
 from torchdistpackage.environment.slurm_env import expand
 from torchdistpackage.files import atomic_write, beside
 from torchdistpackage.launch.run_rows import last_rows
-from torchdistpackage.launch.slurm.node_blocklist import incident_of, record
+from torchdistpackage.launch.slurm.node_blocklist import incident_of, named_in, record
 from torchdistpackage.launch.slurm.requeue import (
     Decision,
     RequeueDecision,
@@ -125,10 +126,12 @@ def start_again(
     num_restarts: int,
     margin_s: float,
     end_s: float | None,
+    spare_nodes: int = 0,
 ) -> Decision:
-    """Decide whether to restart the ranks in this job, if all nodes answer; write AGAIN if so.
+    """Decide whether to restart the ranks in this job, if its nodes answer; write AGAIN if so.
 
     num_restarts: restarts left in this job. end_s: when the job ends, in seconds since 1970.
+    spare_nodes: nodes that the job can do without, so that those to blame are left out.
     """
     files, now_s = RunDir(folder), time.time()
     failures = [f for f in read_failure_reports(files.failures(start)) if f.rank < num_ranks]
@@ -138,31 +141,36 @@ def start_again(
         died = f"rank {first.rank}: {summary(first)}"
     evidence = incident_of(first, start, now_s, failures) if first is not None else None
     earlier = [s for s in read_starts(files.starts) if s.start != start]
+    blamed = named_in(files.suspects, start) if evidence else ()
+    leave_out = blamed if len(blamed) <= spare_nodes else ()
     decided = decide_in_job(
         f"after step {progress(files).step or 0}: {died}",
         decision(files, earlier[-1]) if earlier else None,
         starts_left=num_restarts,
         time_up=time_is_up(now_s, end_s, (), (), margin_s),
-        bad_node=evidence.reason if evidence else "",
+        bad_node=evidence.reason if evidence and not leave_out else "",
     )
     if decided.word is RequeueDecision.AGAIN:
+        if leave_out:
+            atomic_write(files.left_out(start), "".join(f"{node}\n" for node in leave_out))
         atomic_write(files.decision(start), f"{decided}\n")
     return decided
 
 
 def main(argv: list[str]) -> int:
     numbers = argv[3:]
-    if len(numbers) not in (2, 4) or not all(map(_NUMBER.fullmatch, numbers)):
-        usage = "RUN_FOLDER START CODE NUM_RANKS [LEFT MARGIN_S]"
+    if len(numbers) not in (2, 5) or not all(map(_NUMBER.fullmatch, numbers)):
+        usage = "RUN_FOLDER START CODE NUM_RANKS [LEFT MARGIN_S SPARE_NODES]"
         sys.stderr.write(f"usage: python -m {__spec__.name} {usage}\n")
         return 2
     folder, start, num_ranks = Path(argv[1]), argv[2], int(numbers[1])
     text, code = verdict(folder, start, int(numbers[0]), num_ranks)
-    if len(numbers) == 4 and code != CANNOT_WRITE:
+    if len(numbers) == 5 and code != CANNOT_WRITE:
         end = os.environ.get("TDP_JOB_END_S", "")
         end_s = float(end) if end.isdecimal() else None
         num_restarts, margin_s = int(numbers[2]), float(numbers[3])
-        decided = start_again(folder, start, num_ranks, num_restarts, margin_s, end_s)
+        spare_nodes = int(numbers[4])
+        decided = start_again(folder, start, num_ranks, num_restarts, margin_s, end_s, spare_nodes)
         if decided.word is not RequeueDecision.AGAIN:
             sys.stdout.write(f"{decided.reason}\n")
     sys.stdout.write(text + "\n")

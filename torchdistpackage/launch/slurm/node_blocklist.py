@@ -42,8 +42,9 @@ _HARDWARE = (
         "network error of NCCL",
         r"ncclremoteerror|remote process exited or there was a network error",
     ),
+    ("slow or wrong before the first step", r"the node check failed on rank"),
 )
-"""Hardware faults, and the texts by which CUDA, its driver and NCCL report them."""
+"""Hardware faults, and the texts by which CUDA, its driver, NCCL and the node check report them."""
 
 _DOWN = re.compile(r"(down|fail|failing)\*?", re.IGNORECASE)
 """States of a broken node; drained or powered-off nodes are not broken."""
@@ -101,6 +102,29 @@ def record(path: Path, evidence: NodeIncident) -> None:
         append_json(path, asdict(evidence))
     except OSError as error:
         log.warning("%s is not noted in %s: %s", evidence, path, error.strerror)
+
+
+def record_bad_node(
+    files: RunDir, env: Mapping[str, str], node: str, rank: int, reason: str
+) -> None:
+    """Record a node that the check before the first step named, for which one start is enough."""
+    now_s = time.time()
+    text = f"rank {rank}: {reason}"
+    record(
+        files.suspects,
+        NodeIncident(node, text, THRESHOLD, now_s, now_s + EXPIRY_S, attempt_id(env)),
+    )
+
+
+def named_in(path: Path, start: str) -> tuple[str, ...]:
+    """Return the nodes against which starts of one job since its last requeue have evidence.
+
+    start: one of these starts, such as 7.0 or 7.0.1.
+    """
+    of_job = ".".join(start.split(".")[:2])
+    return tuple(
+        sorted({x.node for x in read(path) if x.job == of_job or x.job.startswith(f"{of_job}.")})
+    )
 
 
 def read(path: Path) -> list[NodeIncident]:

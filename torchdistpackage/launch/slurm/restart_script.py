@@ -148,12 +148,15 @@ _tdp_ask() {{
     exec 9< <(_tdp_answering $nodes)
 }}
 _tdp_ready() {{
-    local hosts="" node num=0 wait={_ANSWERS_S}
+    local hosts="" node num=0 usable=0 wait={_ANSWERS_S}
     while IFS= read -r -t "$wait" node <&9; do
-        hosts+="$node"$'\n'
         num=$((num + 1))
+        # Nodes to blame for a failure, of this job or of its restarts.
+        ! cat "$_tdp_run/job/left_out.$_tdp_start"* 2>/dev/null | grep -qxF -- "$node" || continue
+        hosts+="$node"$'\n'
+        usable=$((usable + 1))
         # Where these are enough, one that is lost is not waited for.
-        [ "$num" -lt {enough} ] || wait={_LATE_S}
+        [ "$usable" -lt {enough} ] || wait={_LATE_S}
     done
     exec 9<&-
     # Those of before first: they have the local copies.
@@ -243,7 +246,8 @@ def again(job: BatchJob, start: str) -> str:
     end.
     """
     margin_s, mode = job.config.launch.requeue.margin_s, job.config.launch.requeue.mode
-    ask, end = verdict(job, "_tdp_own", f' "$_tdp_left" {margin_s:g}')
+    spare = f"$((SLURM_JOB_NUM_NODES - {min(job.used)}))" if goes_on_with_fewer(job) else "0"
+    ask, end = verdict(job, "_tdp_own", f' "$_tdp_left" {margin_s:g} "{spare}"')
     functions, should_ask, lost = f"{_COMMON}\n{_ALL}", '[ "$_tdp_left" -gt 0 ]', ""
     decision = '"$_tdp_run/job/decision.$_tdp_own"'
     if mode == "never":
