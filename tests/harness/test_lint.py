@@ -108,7 +108,7 @@ def test_a_rank_that_computes_for_ever_is_named_after_the_limit():
 
 def test_one_lint_at_a_time_and_axes_that_are_none():
     def inside(rank: int) -> None:
-        with pytest.raises(CommError, match="a lint is running in this process"):
+        with pytest.raises(CommError, match="ranks already run as threads of this process"):
             lint(steps.missing, 1)
 
     lint(inside, 1).check()

@@ -82,7 +82,7 @@ def test_one_bad_gradient_anywhere_is_as_if_all_had_it(ranks, world_size):
 def refusals() -> None:
     net = nn.Linear(2, 2)
     optimizer, scaler = torch.optim.SGD(net.parameters(), lr=1.0), GradScaler()
-    with pytest.raises(RuntimeError, match=r"comes after step\(\)"):
+    with pytest.raises(RuntimeError, match=r"call step\(\) first"):
         scaler.update()
     scaler.scale(net(torch.ones(1, 2)).sum()).backward()
     scaler.unscale_(optimizer)

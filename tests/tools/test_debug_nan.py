@@ -179,7 +179,7 @@ def test_another_action_is_refused():
 
 def test_what_is_no_module_is_refused():
     with pytest.raises(
-        TypeError, match=facts_pattern("watch_nonfinite", "torch.nn.Module", "NoneType")
+        TypeError, match=facts_pattern("watch_nonfinite", "NoneType", "torch.nn.Module")
     ):
         watch_nonfinite(None).__enter__()
     with pytest.raises(TypeError, match=facts_pattern("check_model_params", "torch.nn.Module")):

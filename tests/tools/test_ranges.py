@@ -94,7 +94,7 @@ def test_a_profile_that_the_program_starts_and_stops():
 
 
 def test_what_has_no_name_is_refused():
-    with pytest.raises(TypeError, match="a range needs a text as its name, got a int"):
+    with pytest.raises(TypeError, match="NVTXContext: the name is a int; pass a str"):
         NVTXContext(3)
     with pytest.raises(TypeError, match="nvtx_decorator: 3 is a int; pass a function"):
         nvtx_decorator(3)

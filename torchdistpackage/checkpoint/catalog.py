@@ -24,8 +24,8 @@ class CheckpointInfo:
 
     saved_s: time of the save, in seconds since 1970.
     problem: why it is not complete, or None.
-    kept_by: retention rules that keep it, if it is complete. With none, the next save or the next
-        resume from a later step removes it.
+    kept_by: the retention rules that keep it, if it is complete. If none does, the next save, or
+    the next resume from a later step, removes it.
     """
 
     path: Path
@@ -41,7 +41,7 @@ class CheckpointInfo:
 
 
 def checkpoints_of(folder: Path, keep: Retention) -> list[CheckpointInfo]:
-    """List the checkpoints of a folder, newest first, complete and damaged ones.
+    """List the checkpoints of a folder, complete and damaged, newest first.
     keep: the retention rules of its run.
     """
     paths = candidates(folder)

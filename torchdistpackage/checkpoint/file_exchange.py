@@ -1,7 +1,7 @@
-"""Exchange of files between ranks, so that other nodes keep copies, in a thread beside the steps.
+"""Exchange of files between ranks, in a thread beside the steps, so that other nodes keep copies.
 
 All ranks go through the same sequence of blocks, and none starts a block before the last one has
-arrived. So a rank that cannot write its disk still receives every block and fails afterwards; no
+arrived. A rank that cannot write its disk still receives every block and fails afterwards, so no
 rank waits for a block that never comes.
 """
 
@@ -29,9 +29,9 @@ _HEADER_BYTES = 24
 
 
 class FileExchange:
-    """Made, run and closed by all ranks alike; with one node it does nothing.
+    """An exchange that all ranks create, run and close together; on one node it does nothing.
 
-    place: says who keeps a copy of this rank's file, and for whom this rank keeps one.
+    place: tells which rank keeps a copy of this rank's file, and whose files this rank keeps.
     """
 
     def __init__(self, place: NodePlace):
@@ -43,7 +43,7 @@ class FileExchange:
     def run(self, path: Path, own_facts: FileFacts | None) -> None:
         """Send the file at `path`, and write the received files into the same folder.
 
-        own: size and checksum of the file; None if this rank could not write it.
+        own_facts: size and checksum of the file; None if this rank could not write it.
 
         Raises:
             CheckpointError: a file did not arrive as it was sent.
@@ -83,9 +83,7 @@ class FileExchange:
 
 
 class _KeptFile:
-    """A file in transit from rank `source`. A write error is kept for `check`; receiving
-    goes on.
-    """
+    """A file in transit from rank `source`; after a write error it still receives, for `check`."""
 
     def __init__(self, path: Path, source: int):
         self.path, self.source = path, source
@@ -126,7 +124,7 @@ class _KeptFile:
                 self._file.close()
 
     def check(self) -> None:
-        """Raise what went wrong; a source without a file reports that itself."""
+        """Raise the error of the transfer; a source that had no file reports that itself."""
         if self._errors:
             raise self._errors[0]
         if not self._is_sent:

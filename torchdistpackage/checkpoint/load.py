@@ -2,8 +2,8 @@
 
 All ranks succeed, or all fail. They check everything before they change the first element. A rank
 asks for the boxes of global tensors that it holds, and fills each from all pieces that overlap it;
-it guesses nothing from names or rank numbers. Only a run with the same degrees reads what belongs
-to one rank, such as its random state.
+it does not rely on names or rank numbers. State of one rank, such as its random state, is read only
+by a run with the same degrees.
 """
 
 import json
@@ -95,13 +95,13 @@ class Loaded:
 def latest_together(
     folder: str | Path, *, rank: int, saved: Collection[int] = (), group: Group | None = None
 ) -> Path | None:
-    """Return the newest checkpoint whose checksums are all right, the same path on every rank.
+    """Return the newest checkpoint with correct checksums, the same path on every rank.
 
-    The ranks share the reading, and log a warning for each damaged newer checkpoint. What one node
-    sees, the others wait for: a file system may show it to them later.
+    The ranks share the reading, and log a warning for each damaged newer checkpoint. Each node
+    waits for files that another node sees, because a file system may show them there later.
 
-    saved: steps that the run's record says were saved. A listing may lack the newest ones, so they
-    are looked for by name; a newer one that is lost is a warning.
+    saved: steps that were saved, as the run's record says. A listing may lack the newest ones, so
+        it also looks for these by name; it warns if a newer one is lost.
     group: all ranks.
 
     Raises:
@@ -135,15 +135,15 @@ def latest_together(
 
 
 def _union(listings: list[Any]) -> object:
-    """Return the names that any rank has listed, the newest first, in the order of `candidates`."""
+    """Return the names that some rank has listed, newest first, as `candidates` orders them."""
     names = {name for listing in listings for name in listing}
     return [path.name for path in newest_first(Path(name) for name in names)]
 
 
 def _is_somewhere(path: Path, share: tuple[int, int], group: Group) -> bool:
-    """Return whether each file of a checkpoint is seen by some rank, the same on all ranks.
+    """Return True on all ranks if some rank sees each file of a checkpoint.
 
-    Each rank looks at its share first, and all look again at what is not seen there.
+    Each rank first looks for its share of the files; then all look for those that were not seen.
     """
 
     def some(absent_files: list[Any]) -> object:
@@ -226,7 +226,7 @@ def _read_extras(file: Path) -> dict[str, int | Tensor]:
 
 
 class ShardReader:
-    """The reads of one rank. It changes nothing of the run before `read`.
+    """The reads of one rank; nothing in the run changes before `read`.
 
     Raises:
         CheckpointError: the checkpoint lacks something that the run needs.
@@ -267,7 +267,7 @@ class ShardReader:
     def check_files(self, checksums: bool, more_files: set[str], is_there: bool) -> None:
         """Check the files to read, and those in `more_files`, against the manifest.
 
-        is_there: some node sees each of them, so this rank waits for those that it does not see.
+        is_there: True: some node sees each file, so this rank waits until it sees them too.
         """
         claims_of = claims(self.manifest)
         names = sorted({*self._reads, *more_files})
@@ -301,12 +301,12 @@ class ShardReader:
         saved = sum(math.prod(entry.shape) for name, entry in entries if "#" not in name)
         if saved != expected:
             raise CheckpointError(
-                f"{self.path} holds {saved} elements of parameters, this run has {expected}: "
-                f"it belongs to another model; use the model section that it was written with"
+                f"{self.path} holds {saved} elements of parameters, but this run's model has "
+                f"{expected}; use the model section that it was written with"
             )
 
     def read(self) -> None:
-        """Copy everything that was asked for into the run's tensors and the optimizer's state."""
+        """Copy all requested pieces into the run's tensors and the optimizer's state."""
         for name, reads in self._reads.items():
             for key, box, target in reads:
                 target.copy_(self._files[name][key][box])

@@ -1,5 +1,4 @@
-"""Copies of a run's state on its nodes' own disks: each node keeps its own files and the next
-node's.
+"""Copies of a run's state on its nodes' disks; each node keeps its files and the next node's.
 
 A local checkpoint is a checkpoint whose files lie on several nodes. Each node has the manifest,
 which lists the files of all ranks, and the files of two nodes. So the checkpoint is complete unless
@@ -65,7 +64,7 @@ after only some nodes have the newer one."""
 
 
 class LocalCopies:
-    """The folders of this run on all nodes, as a target of saves. All ranks call it together.
+    """The folders of this run on all nodes, as a `SaveTarget`; all ranks call it together.
 
     where: `checkpoint.local_dir`. checkpoints: the run's checkpoint folder. run: its name.
     notes: the findings of `recover`, equal on all ranks: which copies exist, which cannot be used
@@ -115,7 +114,7 @@ class LocalCopies:
         unusable: list[str] = []
         own_copies = checkpoints_in(folder, unusable.append)
         versions = [(x.step, x.digest) for x in own_copies]
-        # the other ranks of its node see the same
+        # one rank looks for its node: the other ranks there see the same files
         report = (_named(unusable), versions) if self._commits else (_named(()), [])
         summary = primitives.reduce_objects(report, self._summary, self.group)
         notes, sources = cast(tuple[list[str], list[tuple[int, str, int]]], summary)
@@ -139,8 +138,9 @@ class LocalCopies:
         return newest
 
     def _summary(self, reports: list[Any]) -> object:
-        """Return the notes on what all nodes have, and each version of a checkpoint, the newest
-        first: its step, its digest and the first rank that has it.
+        """Return notes on what all nodes have, and each version of a checkpoint, newest first.
+
+        A version is its step, its digest and the first rank that has it.
 
         reports: problems and versions of each rank.
         """
@@ -184,7 +184,7 @@ class LocalCopies:
                 manifest = read_manifest(path)
             except (OSError, CheckpointError) as error:
                 problem = str(error)
-        # the list of all files stays on the nodes that have it: it grows with the ranks
+        # only nodes that have the list of all files keep it, because it grows with the ranks
         facts = manifest and (manifest.step, manifest.tokens, manifest.degrees, manifest.facts)
         sent = primitives.broadcast_object((facts, problem), self.group, source)
         facts, problem = cast(tuple[Any, str], sent)
@@ -262,7 +262,7 @@ class LocalCopies:
         return PendingSave(target, pending.saved, copy, in_thread=True, unused=close)
 
     def close(self) -> None:
-        """Remove the copies on all nodes, once the run has ended with its state in its folder."""
+        """Remove the copies on all nodes, after the run has ended with its state in its folder."""
         if self._commits:
             shutil.rmtree(self.path, ignore_errors=True)
         if self._rank == self._ranks[0]:
@@ -271,7 +271,7 @@ class LocalCopies:
 
 
 def _named(problems: Sequence[str]) -> tuple[list[str], int]:
-    """Return the first problems of this host, with its name, and the number of all."""
+    """Return the first problems of this host, with its name, and the number of problems."""
     return [f"{socket.gethostname()}: {text}" for text in problems[:_NAMED]], len(problems)
 
 
@@ -285,8 +285,7 @@ def _unusable(reports: Sequence[tuple[list[str], int]]) -> list[str]:
 
 
 def _divided(reports: list[Any]) -> ForEach:
-    """Return for each rank the notes, what the checkpoint lacks ("": nothing), and the files that
-    the rank copies.
+    """Return notes, what the checkpoint lacks ("" if nothing), and the files to copy, by rank.
 
     reports: problems and intact files of each rank, and from one rank the files of the checkpoint.
     """

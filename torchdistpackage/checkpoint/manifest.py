@@ -162,7 +162,7 @@ class Manifest:
             data: dict[str, Any] = document["manifest"]
             if data["format"] not in (1, FORMAT):
                 raise CheckpointError(
-                    f"it has format {str(data['format'])[:40]}, this version reads 1 to {FORMAT}"
+                    f"it has format {str(data['format'])[:40]}; this version reads 1 to {FORMAT}"
                 )
             if _checksum(data) != document["crc32"]:
                 raise CheckpointError(

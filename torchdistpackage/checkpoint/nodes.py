@@ -1,6 +1,6 @@
-"""Functions that find which ranks share a node, and which node keeps copies for which.
+"""Functions that find which ranks share a node, and which node keeps copies for which other.
 
-Ranks share a node if they see each other's files under one path, whatever their hosts are called.
+Ranks share a node if they see each other's files under one path; names of hosts do not matter.
 """
 
 import secrets
@@ -17,11 +17,11 @@ from torchdistpackage.errors import CheckpointError
 
 
 class NodePlace(NamedTuple):
-    """The node of a rank, as its ranks, and the ones next to it in a ring of all nodes.
+    """The ranks of a rank's node, and of the nodes beside it in a ring of all nodes.
 
-    number: of this node; num_nodes: in all. keeper: the rank that keeps a copy of this one's file,
-    on the node before; None: there is one node. kept_for: ranks of the following node whose files
-    this one keeps.
+    number: the number of this node. num_nodes: how many nodes there are. keeper: the rank on the
+    node before that keeps a copy of this rank's file; None: there is one node. kept_for: ranks of
+    the next node whose files this rank keeps.
     """
 
     number: int
@@ -67,12 +67,12 @@ def place_in_nodes(root: Path, name: str, group: Group) -> NodePlace:
 def _nodes(
     ranks: Sequence[int], node_of_ranks: Sequence[tuple[str, tuple[int, ...]]], name: str
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each node, by the first. node_of_ranks: host and node of each rank."""
+    """Return the ranks of each node, by its first. node_of_ranks: host and node of each rank."""
     hosts = {rank: host for rank, (host, _) in zip(ranks, node_of_ranks, strict=True)}
     for host, node in node_of_ranks:
         if others := sorted({hosts[rank] for rank in node} - {host}):
             raise CheckpointError(
-                f"{name} on {host} is that on {', '.join(others[:4])} too; "
+                f"{name} is one folder on {host} and on {', '.join(others[:4])}; "
                 f"name a folder that each node has for itself, such as one in /dev/shm"
             )
     return tuple(sorted({node for _, node in node_of_ranks}))
@@ -103,8 +103,8 @@ def neighbours(nodes: Sequence[Sequence[int]], rank: int) -> tuple[int | None, t
 def pairs_of(place: NodePlace) -> list[tuple[int, ...]]:
     """Return the ranks of this node and the next, and of this node and the one before.
 
-    A group of all ranks would connect each with each. Groups of pairs are made by turns, first of
-    even nodes with their next ones, so that no node waits for a chain of all others.
+    A group of all ranks would connect each rank with every other. The groups of even nodes with
+    their next ones come first, so that creating them does not become a chain through all nodes.
     """
     next_pair, previous_pair = place.number, (place.number - 1) % place.num_nodes
     pairs = {

@@ -23,8 +23,8 @@ from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.mark import collect, mark_of
 from torchdistpackage.topology.mesh import Topology
 
-# Every save asks again about every tensor while training waits. A cached answer takes some hundred
-# bytes.
+# Every save asks about every tensor again while training waits; a cached answer takes a few
+# hundred bytes.
 _blocks, _owns, _owner, _parts = (lru_cache(1 << 14)(f) for f in (blocks, owns, owner, parts))
 
 Params = Mapping[str, tuple[Tensor, Layout]]
@@ -83,7 +83,7 @@ class SavedTensor:
     """One tensor of a checkpoint: the parts that this rank holds, and those that it owns.
 
     owned: the parts that this rank writes; None if other ranks write all of them.
-    is_frozen: no optimizer updates it. is_buffer: more than an optimizer may change it.
+    is_frozen: no optimizer updates it. is_buffer: a forward may change it, not only an optimizer.
     """
 
     name: str
@@ -115,7 +115,7 @@ class TopologyRank:
         all_parts = owned = boxed_views(once=False)
         if not _owns(layout, mesh, self.rank):
             owned = None
-        elif layout.ranges:  # without ranges a rank holds no element twice
+        elif layout.ranges:  # only with ranges may a rank hold an element twice
             owned = boxed_views(once=True)
         return SavedTensor(layout.name, layout.shape, tensor.dtype, all_parts, owned, frozen)
 
@@ -190,7 +190,7 @@ def saved_tensors(
     for param, layout in params.values():
         by_name.setdefault(layout.name, (param, layout))
     layouts = dict(by_name.values())
-    from_shards: set[Tensor] = set()  # parameters whose elements come from shards, maybe elsewhere
+    from_shards: set[Tensor] = set()  # parameters that shards hold, on any rank
     if isinstance(optimizer, ShardedOptimizer):
         members = (m for group in optimizer.partitions for m in group if any(m.bounds))
         from_shards = {m.spec.parameter for m in members}

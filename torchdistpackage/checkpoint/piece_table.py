@@ -1,7 +1,7 @@
-"""A table of the pieces of tensors in each file of a checkpoint, as the ranks that wrote them say.
+"""A table of the pieces of tensors in each file of a checkpoint, told by the ranks that wrote them.
 
-Every rank sends the header of its file to the rank that commits, compressed, and with later saves
-only its digest, as shapes rarely change. So no rank reads the headers of all files.
+Every rank sends the compressed header of its file to the rank that commits. With later saves it
+sends only a digest, as shapes rarely change. So no rank must read the headers of all files.
 """
 
 import hashlib
@@ -24,8 +24,8 @@ Files = Mapping[str, FileFacts]
 class WrittenFiles:
     """The files that one rank has written.
 
-    digests: of the headers of the files, by name. headers: by digest those that the committer
-    lacks, compressed.
+    digests: the digest of each file's header, by the file's name. headers: by digest, the
+    compressed headers that the committer lacks.
     """
 
     files: Files
@@ -57,7 +57,7 @@ class PieceTable:
         return WrittenFiles(files, digests, headers)
 
     def arrived(self, written: WrittenFiles) -> None:
-        """Note that the committer has the headers of `written`, and of earlier saves none."""
+        """Note that the committer now has the headers of `written`, and no older ones."""
         self._sent = {*written.digests.values()}
 
     # -- on the rank that commits ------------------------------------------------------------
@@ -111,6 +111,6 @@ def collect(headers: Mapping[str, str]) -> dict[str, TensorEntry]:
         if covered != math.prod(entry.shape):
             raise CheckpointError(
                 f"{name}: the ranks own {covered} elements of {math.prod(entry.shape)} "
-                f"(shape {entry.shape}); its layouts on the ranks do not belong together"
+                f"(shape {entry.shape}); give it the same layout on all ranks"
             )
     return tensors

@@ -1,8 +1,8 @@
 """A save by all ranks: a snapshot, its writing and the commit, while steps wait or beside them.
 
-The rank that owns an element (layout/derive.py) writes it once, with its place in the global
-tensor. The committer assembles the manifest from the headers of the files, of which ranks send
-those that have changed since the last save (piece_table.py). All succeed, or all fail.
+The rank that owns an element (layout/derive.py) writes it once, with its position in the global
+tensor. The committer assembles the manifest from the headers of the files; ranks send it those that
+have changed since the last save (piece_table.py). All ranks succeed, or all fail.
 
 Writing and committing use no collectives (`LocalWork`), so they may run in a thread while the steps
 use theirs. Ranks meet only between two steps, in `PendingSave.agree`. A `SaveTarget` decides which
@@ -131,7 +131,7 @@ class SaveTarget(Protocol):
         ...
 
     def describe(self, temporary: Path, files: Files) -> WrittenFiles:
-        """Return what this rank has written, with what the committer must know of it."""
+        """Return the facts of what this rank has written, for the committer."""
         ...
 
     def commit(self, temporary: Path, saved: SaveFacts, files: Files) -> None:
@@ -265,7 +265,7 @@ class PendingSave:
         temporary = self._temporary = Path(str(folder))
 
         def write() -> WrittenFiles:
-            appears(temporary)  # another node has made it
+            appears(temporary)  # wait: another node made it, and this node may not see it yet
             files = self._write(temporary, self._cancelled.is_set)
             return self._target.describe(temporary, files)
 
@@ -282,7 +282,7 @@ class PendingSave:
         _table(self._group).take(written)
         files = {name: facts for each in written for name, facts in each.files.items()}
         if not any(commits for commits, _ in reports[1:]):
-            # none but this rank needs the list: it does not travel
+            # only this rank needs the list, so it is not sent on
             self.files = files
             return None
         return ForEach([files if commits else None for commits, _ in reports])
@@ -437,7 +437,7 @@ def _agreed(
             return ForEach([("", x) for x in answer.answers])
         return "", answer
 
-    # who was cancelled is no culprit
+    # a rank that was cancelled did not cause the failure
     report = text, not isinstance(own_error, CancelledSave), result
     problem, answer = cast(tuple[str, object], primitives.reduce_objects(report, make, group))
     if problem:
@@ -446,7 +446,7 @@ def _agreed(
 
 
 def _room(error: Exception) -> str:
-    """Return what is left where a file could not be written for lack of room; else ""."""
+    """Return how much room a disk has left, if an error is for lack of room; else ""."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
     rooms = rooms_of(Path(str(error.filename))) if error.filename else []
@@ -456,7 +456,7 @@ def _room(error: Exception) -> str:
 def _first_failure(
     ranks: Sequence[int], outcomes: Sequence[tuple[str | None, bool, object]]
 ) -> str:
-    """Return which rank failed first, how, and how many more did; "" if none."""
+    """Return the first rank that failed, its error, and how many more failed; "" if none did."""
     failed = [(r, o[0]) for r, o in zip(ranks, outcomes, strict=True) if o[0] and o[1]]
     failed = failed or [(r, o[0]) for r, o in zip(ranks, outcomes, strict=True) if o[0]]
     if not failed:

@@ -31,8 +31,8 @@ EXTRA = "extra/"
 class Snapshot:
     """The contents of one rank's file, before it is written.
 
-    tensors: by key. frozen: keys of tensors that no optimizer updates. volatile: keys of those that
-    more than an update may change, such as buffers, which a forward may.
+    tensors: the tensors by key. frozen: keys of tensors that no optimizer updates. volatile: keys
+    of tensors that a forward may change too, such as buffers.
     entries: the global tensors that they are pieces of. integers: extras that are numbers.
     arrived: waits until asynchronous copies from a device have finished.
     """
@@ -116,11 +116,11 @@ def box_of(where: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
 class HostCopies:
     """Host memory that successive snapshots are copied into; the first copy allocates it.
 
-    For state on a CUDA device the memory is pinned and a stream of its own fills it: then only the
-    current stream waits for the copies, and the host does not.
+    For state on a CUDA device the memory is pinned, and copies run on a stream of their own: the
+    current stream waits for them, and the host does not.
 
-    deferred: whoever updates the state calls `before_update` first. Then forwards and backwards
-    that come before it run beside the copies; else nothing does.
+    deferred: True: `before_update` is called before each update, so forwards and backwards until
+    then run beside the copies. False: nothing runs beside them.
     """
 
     def __init__(self, *, deferred: bool = False) -> None:
@@ -159,7 +159,7 @@ class HostCopies:
                     streams.copy(self._stream, buffers[key], due[key])
             return self._stream.record_event()
 
-        # a forward may already overwrite these
+        # wait for these now, because the next forward may overwrite them
         current.wait_event(copy(key for key in due if key in snapshot.volatile))
         copied = copy(key for key in due if key not in snapshot.volatile)
 
@@ -173,13 +173,13 @@ class HostCopies:
         return replace(snapshot, tensors=buffers, arrived=copied.synchronize)
 
     def before_update(self) -> None:
-        """Let the current stream wait for copies under way of what an update overwrites."""
+        """Make the current stream wait for unfinished copies of what an update overwrites."""
         if self._before_update is not None:
             self._before_update()
             self._before_update = None
 
     def _buffer(self, key: str, x: Tensor) -> Tensor:
-        """Return host memory for a tensor, the one of the last snapshot if it fits."""
+        """Return host memory for a tensor; reuse that of the last snapshot if it fits."""
         buffer = self._buffers.get(key)
         if buffer is not None and (buffer.shape, buffer.dtype) == (x.shape, x.dtype):
             return buffer

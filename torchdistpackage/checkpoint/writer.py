@@ -45,7 +45,8 @@ def write_snapshot(
     path = folder / snapshot.file
     header = Manifest(0, 0, (), snapshot.entries, {}).to_json()
     metadata = {"pieces": header, "integers": json.dumps(dict(snapshot.integers))}
-    snapshot.arrived()  # wait for copies from the device: the host reads them from here on
+    # wait for the copies from the device, because the host reads them from here on
+    snapshot.arrived()
     facts = write_safetensors(path, snapshot.tensors, metadata, cancelled)
     settle(path)
     return facts
@@ -121,7 +122,7 @@ def copy_file(
 
 
 def _block_of(source: BinaryIO) -> bytes:
-    """Return the next block of a file; an error names it."""
+    """Return the next block of a file; an OSError then names the file."""
     with naming(source.name):
         return source.read(BLOCK_BYTES)
 
@@ -129,8 +130,8 @@ def _block_of(source: BinaryIO) -> bytes:
 def _flush(file: BinaryIO) -> None:
     """Wait until the disk has what was written by this descriptor.
 
-    A network file system tells an error, such as a quota that is reached, to the descriptor that
-    wrote, and once: one that is opened later may hear of none.
+    A network file system reports an error, such as an exceeded quota, once, and to the descriptor
+    that wrote; another descriptor may never get it.
     """
     file.flush()
     os.fsync(file.fileno())
@@ -144,7 +145,7 @@ def make_header(
     tensors: key -> (torch's dtype, shape), in file order.
 
     Raises:
-        CheckpointError: safetensors has no such type, or the header is longer than readers accept.
+        CheckpointError: safetensors has no type for a tensor, or readers refuse so long a header.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0

@@ -1,10 +1,10 @@
 """The gradient norm of a model, on every rank, for any layout.
 
-Each element counts once: of the ranks that add up and hold it, the lowest counts it. So replicated
-and tied parameters count once, and an empty stage adds zero. A stage's own parameters exist on that
-stage alone, whatever else their layout says. A group that tpc does not know may cut a layer; its
-parts are first summed over that group. One all-reduce does the rest. For an optimizer that shards,
-each rank sums its shards, over all ranks.
+Each element counts once: the lowest rank of the group that holds it counts it. So replicated and
+tied parameters count once, and an empty stage adds zero. A stage's own parameters exist only on
+that stage, whatever else their layout says. If a group that tpc does not know cuts a layer, ranks
+first sum over that group. One all-reduce adds up the rest. For an optimizer that shards, each rank
+adds its shards, and the all-reduce is over all ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,9 +34,9 @@ REPLICATED = Layout("", ())
 
 @dataclass
 class NormTerm:
-    """Some of the parameters, whose sum counts `share` times.
+    """A group of parameters, and the factor `share` by which their sum enters the norm.
 
-    over: ranks that add theirs up first; the sum counts if `counts`.
+    over: ranks that first add up their sums. counts: this rank counts the result.
     """
 
     share: float = 1.0
@@ -57,12 +57,12 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip gradients like torch's function of the same name, over all stages and shards of a model.
 
-    parameters: or the ZeroOptimizer that shards them, which is also found by its parameters.
-    layouts: one for each parameter, with tpc set up; default what its layer says of it. Shards
-        count as shards, replicated and tied parameters once, a stage's own on every stage.
-    group: ranks that together hold the model; default tpc's model group, of shards and with shared
-        experts all ranks.
-        Without tpc this rank alone, and the groups that cut its parameters.
+    parameters: the parameters, or the ZeroOptimizer that shards them. Given its parameters, the
+        function finds that optimizer itself.
+    layouts: the layout of each parameter, with tpc set up; default: what its layer declares.
+    group: ranks that together hold the model. Default: tpc's model group, or all ranks for shards
+        and with experts shared over data ranks. Without tpc: this rank and the groups that cut its
+        parameters.
 
     Returns the norm before clipping, equal on all ranks of the group. No host synchronisation
     unless `error_if_nonfinite`.
@@ -118,9 +118,7 @@ def clip_factor(norm: Tensor, max_norm: float, count: Tensor | None = None) -> T
 def _shards_of(
     owners: Sequence[ShardedOptimizer], parameters: Sequence[Tensor]
 ) -> list[ParamShard]:
-    """Return the shards of these parameters, or of all if none are named, with gradients that are
-    summed over ranks.
-    """
+    """Return the shards of these parameters (default: all) once their gradients are reduced."""
     for owner in owners:
         owner.reducer.finish()
     if not parameters:
@@ -129,10 +127,10 @@ def _shards_of(
     others = [p for p in parameters if p.grad is not None and id(p) not in owned]
     if others:
         raise LayoutError(
-            f"of {len(parameters)} parameters to clip a ZeroOptimizer shards "
+            f"{len(parameters)} parameters to clip: a ZeroOptimizer shards "
             f"{len(parameters) - len(others)}, and {len(others)} have gradients of their own, the "
-            f"first of shape {tuple(others[0].shape)}; clip them apart: the optimizer, and the "
-            f"others"
+            f"first of shape {tuple(others[0].shape)}; clip the optimizer and the others in two "
+            f"calls"
         )
     requested = {id(p) for p in parameters}
     return [s for owner in owners for s in owner.shards if id(s.parameter) in requested]
@@ -146,7 +144,7 @@ def norm_of_counted(parameters: Sequence[Tensor], norm_type: float, group: Group
 
 
 def _expect_clipping(parts: Sequence[NormTerm], group: Group | None) -> None:
-    """Raise CommError at the first call if other ranks that add up do not clip."""
+    """Raise CommError at the first call if other ranks of the group do not clip."""
     for over in (*(part.over for part in parts), group):
         if over is not None:
             expect_all_once("clip_grad_norm_()", over)
@@ -159,7 +157,7 @@ def _norm(parts: Sequence[NormTerm], norm_type: float, group: Group | None) -> T
     device = _device_of(parts) if group is None else primitives.device_of(group)
     terms: list[Tensor] = []
     for part in parts:
-        # offloaded shards are in host memory, and a rank may have none
+        # a device for the all-reduce: offloaded shards are in host memory, and a rank may have none
         part_device = _device_of([part], device)
         if part.over is not None:
             part_device = primitives.device_of(part.over)
@@ -188,10 +186,9 @@ def _device_of(parts: Sequence[NormTerm], default: torch.device | None = None) -
 def grad_sq_norm(parameters: Iterable[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Return the sum of |g|^p over these gradients, or the largest |g| for p = inf; zero if none.
 
-    A NaN among them makes the sum NaN, the largest infinite.
-
-    0-dim on `device`, float64 on the CPU and float32 elsewhere, alike on ranks with and without
-    gradients. Parameters without gradient do not count.
+    A NaN makes the sum NaN, and the largest |g| infinite. Parameters without gradient do not count.
+    The result is 0-dim on `device`, float64 on the CPU and float32 elsewhere, also on ranks without
+    gradients.
     """
     grads = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
     if not grads:
@@ -199,16 +196,15 @@ def grad_sq_norm(parameters: Iterable[Tensor], norm_type: float, device: torch.d
         return torch.zeros((), dtype=wide, device=device)
     norms = grad_norms(grads, norm_type, device)
     if norm_type == INF:
-        # not every backend's maximum keeps a NaN; all of them keep infinity
+        # a NaN becomes infinity: some backends' maximum drops a NaN, but all of them keep infinity
         return norms.nan_to_num(nan=INF, posinf=INF).max()
     return (norms**norm_type).sum()
 
 
 def grad_norms(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Return the norm of each gradient, in their order, on `device`, float64 on the CPU, else
-    float32.
+    """Return the norm of each gradient, in order, on `device`: float64 on the CPU, else float32.
 
-    A NaN or an infinity in a gradient makes its norm so.
+    A NaN or infinity in a gradient makes its norm NaN or infinite.
     """
     wide = _wide_dtype(device)
     if not grads:
@@ -226,13 +222,13 @@ def grad_norms(grads: Sequence[Tensor], norm_type: float, device: torch.device) 
 
 
 def _wide_dtype(device: torch.device) -> torch.dtype:
-    """Return the type in which norms are added there."""
+    """Return the dtype in which norms are added on `device`."""
     return torch.float64 if device.type == "cpu" else torch.float32
 
 
 def _norms_of(grads: Sequence[Tensor], norm_type: float) -> tuple[Tensor, ...]:
     """Return the norms of gradients of one dtype on one device."""
-    # a norm in float16 or bfloat16 would be rounded, or overflow
+    # in float32: a norm in float16 or bfloat16 would be rounded, or overflow
     dtype = torch.float32 if grads[0].dtype in _HALVES else None
     return torch._foreach_norm(grads, norm_type, dtype=dtype)
 
@@ -251,7 +247,7 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
 
 
 def _alike(grads: Iterable[Tensor]) -> Iterable[tuple[Kind, list[Tensor]]]:
-    """Group gradients by dtype and device, since torch's foreach functions need one kind."""
+    """Group gradients by dtype and device, because torch's foreach functions take one of each."""
     by_kind: dict[Kind, list[Tensor]] = {}
     for grad in grads:
         by_kind.setdefault((grad.dtype, grad.device), []).append(grad)
@@ -264,9 +260,9 @@ def _alike(grads: Iterable[Tensor]) -> Iterable[tuple[Kind, list[Tensor]]]:
 def counted(
     parameters: Sequence[Tensor], layouts: Sequence[Layout] | None, group: Group | None
 ) -> list[NormTerm]:
-    """Return the terms of these parameters that this rank counts.
+    """Return the terms that this rank counts of the norm of these parameters.
 
-    group: ranks that add up; None: this rank alone.
+    group: the ranks of the norm; None: this rank alone.
     """
     among = None if group is None else frozenset(ranks_of(group))
     known_layouts = [layout_of(p) for p in parameters] if layouts is None else layouts
@@ -298,7 +294,7 @@ def counted(
 
 
 def _counted_copy(parameter: Tensor) -> list[Tensor]:
-    """Return the part to count of one of several shards in this process."""
+    """Return what to count of a shard, if this process holds several shards of a parameter."""
     position = place_of(parameter)
     assert position is not None
     if not position.layout.split_axes:
@@ -309,9 +305,7 @@ def _counted_copy(parameter: Tensor) -> list[Tensor]:
 
 
 def _counted_part(parameter: Tensor) -> Tensor:
-    """Return the part, with its gradient, that this rank counts of a parameter that others hold
-    too.
-    """
+    """Return the part that this rank counts of a parameter that others hold too, with its grad."""
     layout, group = layout_of(parameter), group_of(parameter)
     if layout is None or group is None:
         return parameter
@@ -337,10 +331,10 @@ def _spoken_part(parameter: Tensor, layout: Layout, index: int) -> Tensor:
 
 
 def counted_shards(shards: Iterable[ParamShard], group: Group) -> list[NormTerm]:
-    """Return the terms of its shards that this rank counts, over ranks `group` that add up.
+    """Return the terms that this rank counts of a norm of its shards over the ranks of `group`.
 
     Raises:
-        LayoutError: ranks that share a parameter are not among them.
+        LayoutError: `group` lacks ranks that share a parameter.
     """
     among, parts = frozenset(ranks_of(group)), dict[float, NormTerm]()
     for shard in shards:
@@ -355,10 +349,9 @@ def counted_shards(shards: Iterable[ParamShard], group: Group) -> list[NormTerm]
 
 
 def _share(shard: ParamShard, among: frozenset[int]) -> float:
-    """Return how much of a shard this rank counts, so that all ranks together count it once.
+    """Return the factor by which this rank counts a shard, so that all ranks count it once.
 
-    Where it is not known which ranks hold the same elements, each group that shares a parameter
-    counts its part of it.
+    If it is not known which ranks hold the same elements, all holders count equal fractions.
     """
     layout = shard.layout or layout_of(shard.parameter)
     is_known = layout is None or shard.layout is not None or follows(layout, shard.parameter)
@@ -372,17 +365,17 @@ def _share(shard: ParamShard, among: frozenset[int]) -> float:
 
 
 def _cut_over(layout: Layout | None, parameter: Tensor) -> Group | None:
-    """Return the group that cuts a parameter; None: it is whole."""
+    """Return the group that cuts a parameter; None if none does."""
     return group_of(parameter) if layout is not None and layout.split_axes else None
 
 
 def _holders_over(layout: Layout | None, over: Group) -> range:
-    """Return the ranks with this rank's part, by their index in the group that cuts a parameter."""
+    """Return which indices of the group that cuts a parameter hold the same part as this rank."""
     return holders_along(layout or REPLICATED, over.size(), over.rank())
 
 
 def _me(group: Group) -> int:
-    """Return this rank's global number."""
+    """Return this process's global rank."""
     return ranks_of(group)[group.rank()]
 
 
@@ -391,7 +384,7 @@ def counts_here(
 ) -> bool:
     """Return True if this rank counts its part of a parameter, or its shard of that part.
 
-    among: the ranks that add up; None: this rank alone. shared_by: the ranks that have the shards.
+    among: the ranks of the norm; None: this rank alone. shared_by: the ranks that hold the shards.
     """
     if among is None:
         return True

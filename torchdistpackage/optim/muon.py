@@ -1,11 +1,16 @@
 """Muon for matrices that are whole on a rank, fused, stacked, or split over a group.
 
-An update of Muon needs a whole matrix. Momentum is elementwise, so it stays split. A split matrix
-has an owner among the ranks that share it, dealt out by cost: one all-to-all brings the owners
-their matrices, and another returns the updates. So a rank computes 1/n of the products, and sends
-each of its elements once in each direction, in the dtype that the products have. Or all ranks
-iterate on their parts together, and sum the square of the side that none of them splits in each
-iteration. `predict/newton_schulz.py` says which, from sizes alone.
+An update of Muon needs a whole matrix. Momentum is elementwise, so it stays split. There are two
+ways to update a split matrix:
+
+gather      Each matrix has an owner among the ranks that share it, chosen to balance the work. One
+            all-to-all brings owners their matrices, and another returns the updates. A rank
+            computes 1/n of the matmuls, and sends each of its elements once in each direction, in
+            the dtype of the matmuls.
+together    All ranks iterate on their parts, and all-reduce the Gram matrix of the unsplit side in
+            each iteration.
+
+`predict/newton_schulz.py` chooses between them from sizes alone, so all ranks choose alike.
 
 Source: Jordan et al., Muon, 2024; the two scales: there, and Liu et al., arXiv:2502.16982.
 """
@@ -48,28 +53,27 @@ SCALES: dict[str, Callable[[int, int], float]] = {
     "moonlight": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
 }
-"""Factor of the learning rate, by the name that torch and Liu et al. know them under:
-`match_rms_adamw` of torch.optim.Muon is `moonlight`."""
+"""Factors of the learning rate by name; `moonlight` is torch.optim.Muon's `match_rms_adamw`."""
 
 
 class Muon(Optimizer):
     """Muon over matrices (rows, columns), and over stacks of them (number, rows, columns).
 
-    A parameter whose layout has fused parts, such as q, k and v, is updated part by part, and one
-    that ranks split as the whole matrix is. All ranks that share a parameter call `step` together.
-    Iterations run in bfloat16, and in float64 for parameters in float64.
+    It updates fused parameters, such as q, k and v, part by part. A parameter that ranks split gets
+    the update of the whole matrix. All ranks that share a parameter call `step` together. The
+    iterations run in bfloat16, or in float64 for parameters in float64.
 
     params: parameters or groups of them, each with 2 dims, or 3 for a stack.
-    scale: a name of `SCALES`. exchange: `gather` brings each split matrix to an owner; with
-    `together` all ranks iterate on their parts, where no two have the same elements; `auto`
-    chooses by bytes and time.
+    scale: a name of `SCALES`.
+    exchange: `gather` brings each split matrix to an owner; with `together` all ranks iterate on
+        their parts, if no two hold the same elements; `auto` chooses by bytes and time.
 
     Raises:
         ValueError: a parameter has another number of dims, or `scale` or `exchange` is unknown.
     """
 
     takes_split = True
-    """ZeRO and the check of optimizers leave it parameters that ranks split."""
+    """True: ZeRO and the check of optimizers let it step parameters that ranks split."""
 
     def __init__(
         self,
@@ -131,20 +135,22 @@ class Muon(Optimizer):
             state["momentum_buffer"] = torch.zeros_like(p.grad)
         buffer = state["momentum_buffer"].lerp_(p.grad, 1 - factor)
         update = p.grad.lerp(buffer, factor)
+        # bfloat16 is enough for a direction, as Jordan et al. show, and its matmuls are fast
         return update if update.dtype == torch.float64 else update.bfloat16()
 
 
 def orthogonalized(x: Tensor) -> Tensor:
-    """Return about U V^T of x = U S V^T, by Newton-Schulz iterations: (..., rows, columns)."""
+    """Return approximately U V^T for x = U S V^T (..., rows, columns), by Newton-Schulz."""
     y = x.mT if (is_tall := x.shape[-2] > x.shape[-1]) else x
-    y = y / y.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS)  # no singular value above 1
+    # the iteration needs singular values of at most 1, and the Frobenius norm bounds them
+    y = y / y.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS)
     for _ in range(NUM_ITERATIONS):
         y = _iterated(y, y @ y.mT)
     return y.mT if is_tall else y
 
 
 def _iterated(y: Tensor, gram: Tensor) -> Tensor:
-    """Return y after an iteration. gram: y times its transpose, over all ranks that share y."""
+    """Return y after one iteration. gram: y times its transpose, summed over ranks that split y."""
     a, b, c = COEFFICIENTS
     add_product = torch.addmm if y.dim() == 2 else torch.baddbmm
     return add_product(y, add_product(gram, gram, gram, beta=b, alpha=c), y, beta=a)
@@ -152,10 +158,11 @@ def _iterated(y: Tensor, gram: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Sharing:
-    """The part that this rank has of the matrices of a parameter.
+    """The split of a parameter's matrices over ranks.
 
-    layout: of a matrix; None: one without parts. group: ranks that each hold a part of every
-    matrix; None: they are whole here. ranks: those of `group` on `mesh`, this one is `rank`.
+    layout: the layout of one matrix; None: it is neither split nor fused. group: ranks that each
+    hold a part of every matrix; None: this rank holds whole ones. ranks: the ranks of `group` on
+    `mesh`. rank: this one's number there.
     """
 
     layout: Layout | None = None
@@ -167,7 +174,7 @@ class _Sharing:
 
 @dataclass(slots=True, eq=False)
 class _Direction:
-    """The direction in which a parameter is moved: its momentum at first, then orthogonal."""
+    """The direction of a parameter's update: at first its momentum, then the orthogonal matrix."""
 
     parameter: Tensor
     sharing: _Sharing
@@ -180,7 +187,7 @@ class _Direction:
 
     @property
     def stack(self) -> tuple[int, ...]:
-        """The dims in front of those of a matrix, of which no other rank has a part."""
+        """The dims in front of a matrix's two; ranks do not split them."""
         return tuple(self.values.shape[:-2])
 
     @property
@@ -190,7 +197,7 @@ class _Direction:
 
     @property
     def matrices(self) -> Parameter:
-        """The sizes of its whole matrices."""
+        """The sizes of the parameter's matrices, whole."""
         assert self.sharing.layout is not None
         return matrices_of(self.sharing.layout, math.prod(self.stack))
 
@@ -208,7 +215,7 @@ class _Direction:
         """Return the flat part of each rank."""
         parts: list[Tensor] = []
         for span in self.places():
-            # elements that pad a part, and stand for none of the whole, stay zero
+            # padding in a part stays zero: no element of the matrix belongs there
             part = full.new_zeros((*self.stack, *span.shape))
             for region, local in span.boxes:
                 part[..., *local] = full[..., *region]
@@ -216,7 +223,7 @@ class _Direction:
         return parts
 
     def apply(self, options: dict[str, Any]) -> None:
-        """Move the parameter."""
+        """Apply the update and the weight decay to the parameter."""
         p, scale, lr = self.parameter, SCALES[options["scale"]], float(options["lr"])
         p.mul_(1 - lr * options["weight_decay"])
         dim, lengths, shapes = _part_shapes(self.sharing, tuple(p.shape))
@@ -228,7 +235,7 @@ class _Direction:
 
 
 class _PartPlace(NamedTuple):
-    """The shape of a rank's part of a matrix, and its boxes in the whole and in the part."""
+    """The shape of a rank's part of a matrix, and boxes as (in the matrix, in the part)."""
 
     shape: tuple[int, ...]
     boxes: tuple[Block, ...]
@@ -260,7 +267,7 @@ def _sharing_of(p: Tensor) -> _Sharing:
 
 
 def _by_parts(x: Tensor, layout: Layout | None) -> Tensor:
-    """Return whole matrices made orthogonal, each fused part by itself."""
+    """Orthogonalize whole matrices, each fused part by itself."""
     dim, lengths = (-1, ()) if layout is None else fused_dim(layout)
     if not lengths:
         return orthogonalized(x)
@@ -270,7 +277,7 @@ def _by_parts(x: Tensor, layout: Layout | None) -> Tensor:
 def _part_shapes(
     sharing: _Sharing, shape: tuple[int, ...]
 ) -> tuple[int, list[int], list[tuple[int, int]]]:
-    """Return (dim, what this rank has of each fused part, (rows, columns) of each whole part)."""
+    """Return (dim, this rank's length of each fused part, (rows, columns) of each whole part)."""
     dim, lengths = (-1, ()) if sharing.layout is None else fused_dim(sharing.layout)
     full = shape if sharing.layout is None else sharing.layout.shape
     if not lengths:
@@ -289,7 +296,7 @@ def _part_shapes(
 
 
 def _orthogonalize_split(directions: Sequence[_Direction], exchange: Exchange) -> None:
-    """Replace the momenta, of which all ranks of one group have parts, by orthogonal updates."""
+    """Replace momenta that the ranks of one group split by orthogonal updates."""
     group = directions[0].sharing.group
     assert group is not None
     layouts = [x.sharing.layout for x in directions]
@@ -304,7 +311,7 @@ def _orthogonalize_split(directions: Sequence[_Direction], exchange: Exchange) -
 
 
 def _iterate_together(directions: Sequence[_Direction]) -> None:
-    """Iterate on the parts that each rank has, and sum the products over the ranks."""
+    """Iterate on each rank's parts, and all-reduce the Gram matrices."""
     group = directions[0].sharing.group
     assert group is not None
     parts: list[list[Tensor]] = []
@@ -314,7 +321,7 @@ def _iterate_together(directions: Sequence[_Direction]) -> None:
         is_across = split_dim(x.sharing.layout) == -1
         parts.append([y if is_across else y.mT for y in x.values.split(lengths, dim)])
     ys = [y for some in parts for y in some]
-    # squares of bf16 elements need float32, or their sum loses most of its digits
+    # in float32, because a sum of squares in bfloat16 loses most of its digits
     wide = torch.promote_types(ys[0].dtype, torch.float32)
     squares = _summed([y.to(wide).square().sum((-2, -1)) for y in ys], group)
     ys = [
@@ -328,19 +335,19 @@ def _iterate_together(directions: Sequence[_Direction]) -> None:
     for x, some in zip(directions, parts, strict=True):
         assert x.sharing.layout is not None
         dim, is_across = fused_dim(x.sharing.layout)[0], split_dim(x.sharing.layout) == -1
-        mine = [next(results) for _ in some]
-        x.values = torch.cat([y if is_across else y.mT for y in mine], dim)
+        updates = [next(results) for _ in some]
+        x.values = torch.cat([y if is_across else y.mT for y in updates], dim)
 
 
 def _summed(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
-    """Return these tensors summed over the group, in one call."""
+    """Return the sums of these tensors over the group, with one all-reduce."""
     flat = primitives.all_reduce(torch.cat([x.reshape(-1) for x in tensors]), group)
     parts = flat.split([x.numel() for x in tensors])
     return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
 
 def _iterate_at_owners(directions: Sequence[_Direction]) -> None:
-    """Bring each matrix to its owner, who iterates on it, and return the updates."""
+    """Send each matrix to its owner, iterate there, and send the updates back."""
     group, values = directions[0].sharing.group, directions[0].values
     assert group is not None
     owned = greedy_partition(
@@ -361,7 +368,7 @@ def _iterate_at_owners(directions: Sequence[_Direction]) -> None:
         full = _by_parts(direction.joined([flat[i] for flat in by_rank]), direction.sharing.layout)
         for answer, part in zip(answers, direction.divided(full), strict=True):
             answer.append(part)
-    # the first value is empty: a rank may own nothing
+    # an empty tensor in front, because torch.cat refuses an empty list and a rank may own nothing
     flat = torch.cat([values.new_empty(0), *(part for answer in answers for part in answer)])
     returned = primitives.all_to_all(flat, group, received, sent)
     for x, part in zip(ordered, returned.split([x.values.numel() for x in ordered]), strict=True):

@@ -3,10 +3,9 @@
 A small gradient underflows in float16, so the loss is multiplied by a large scale and gradients
 are divided by it in float32 before the step (Micikevicius et al., arXiv:1710.03740).
 
-A gradient that is not finite on any rank makes every rank skip the step. One number a step is
-reduced over all ranks, and the scale follows from these decisions alone. So it is equal everywhere,
-also on stages that never see a loss. Only where some gradients are known not to be finite are their
-names looked for.
+If any rank has a gradient that is not finite, every rank skips the step. The ranks all-reduce one
+number a step, and the scale depends on these decisions only. So it is equal everywhere, also on
+stages that never see a loss. Ranks look for the names of bad gradients only after a step with some.
 """
 
 import logging
@@ -29,15 +28,15 @@ class GradScaler(torch.amp.GradScaler):
 
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)      # only to clip or look at gradients before the step
-        scaler.step(optimizer)          # or not, on all ranks alike
+        scaler.step(optimizer)          # all ranks step, or all skip
         scaler.update()
 
-    All ranks of `group` make each call but `scale`, also those that hold no parameter of an
-    optimizer. `step` waits for the host, once, to learn the decision.
+    All ranks of `group` make each call but `scale`, even if they hold no parameter of the
+    optimizer. `step` makes the host wait once, to learn the decision.
 
-    device: that of the group's tensors, as torch's scaler is given it; None: the same.
-    init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's.
-    group: ranks that decide together; default all ranks of tpc's topology, or of the job.
+    device: the device of the group's tensors; torch's scaler has this argument too. Default: found.
+    init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch's scaler.
+    group: ranks that decide together; default: all ranks of tpc's topology, or of the job.
     """
 
     def __init__(
@@ -80,8 +79,8 @@ class GradScaler(torch.amp.GradScaler):
         """Divide the gradients by the scale, and start to check that all are finite.
 
         Raises:
-            RuntimeError: this was done since the last `update`.
-            ValueError: a gradient is float16, too narrow for what unscaled gradients are.
+            RuntimeError: it was called before, since the last `update`.
+            ValueError: a gradient is float16, in which unscaled values underflow.
         """
         if not self._enabled:
             return
@@ -109,7 +108,8 @@ class GradScaler(torch.amp.GradScaler):
         flags = [torch.zeros((), dtype=torch.float32, device=scale.device)]
         for (device, _), grads in alike.items():
             flag = torch.zeros((), dtype=torch.float32, device=device)
-            # as torch's GradScaler: float32 division is inexact with some compiler options
+            # in float64, as torch's GradScaler does: some compiler options make a division in
+            # float32 inexact
             inverse = scale.double().reciprocal().float().to(device, non_blocking=True)
             torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inverse)
             flags.append(flag.to(scale.device, non_blocking=True))
@@ -117,24 +117,24 @@ class GradScaler(torch.amp.GradScaler):
         self._found_inf_per_device(optimizer)[scale.device] = found_inf
 
     def step(self, optimizer: torch.optim.Optimizer, *args, **kwargs):
-        """Call `optimizer.step(...)` and return its result, unless a gradient is not finite
-        somewhere.
+        """Call `optimizer.step(...)` and return its result, if all ranks' gradients are finite.
 
-        Then nothing is touched, on any rank, and the first rank logs whose gradient it was.
+        Otherwise no rank changes anything, and the first rank logs the names of the gradients.
 
         Raises:
-            RuntimeError: this was done since the last `update`, or a closure is given, which
-                could not be skipped once it has run.
+            RuntimeError: it was called before, since the last `update`, or got a closure: once that
+                has run, the step cannot be skipped.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         if args or "closure" in kwargs:
-            raise RuntimeError("step() of a scaler takes no closure; compute gradients before it")
+            raise RuntimeError("GradScaler.step() takes no closure; call backward() before it")
         if id(optimizer) in self._taken:
             raise RuntimeError("step() was called twice on one optimizer; call update() in between")
         if not self._found_inf_per_device(optimizer):
             self.unscale_(optimizer)
         (found_inf,) = self._found_inf_per_device(optimizer).values()
+        # the host waits here: whether to step is decided in Python
         self._taken[id(optimizer)] = is_finite = found_inf.item() == 0
         if is_finite:
             return optimizer.step(**kwargs)
@@ -145,24 +145,24 @@ class GradScaler(torch.amp.GradScaler):
         return None
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Choose the next scale, after the steps of all optimizers; nothing is communicated.
+        """Choose the next scale, after the steps of all optimizers, without communication.
 
         Raises:
-            RuntimeError: there was neither a step nor an `unscale_` before it.
+            RuntimeError: neither `step` nor `unscale_` was called before it.
         """
         if not self._enabled:
             return
         was_checked = any(s["found_inf_per_device"] for s in self._per_optimizer_states.values())
         if new_scale is None and not was_checked:
-            raise RuntimeError("update() of a scaler comes after step(); there was none")
+            raise RuntimeError("GradScaler.update() was called without a step; call step() first")
         super().update(None if new_scale is None else float(new_scale))
         self._taken.clear()
 
     def load_state_dict(self, state_dict: dict[str, float | int]) -> None:
-        """Continue from a saved state; all ranks load the same.
+        """Continue from a saved state, the same on all ranks.
 
         Raises:
-            ValueError: it is empty, as that of a scaler that was not enabled.
+            ValueError: the state is empty, because a scaler with enabled=False saved it.
         """
         if self._enabled and not state_dict:
             raise ValueError(
@@ -173,7 +173,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def first_nonfinite(named: Iterable[tuple[str, Tensor | None]]) -> str | None:
-    """Return the name of the first gradient with a NaN or an infinity in it."""
+    """Return the name of the first gradient with a NaN or infinity, or None."""
     for name, grad in named:
         if grad is None:
             continue
@@ -184,9 +184,7 @@ def first_nonfinite(named: Iterable[tuple[str, Tensor | None]]) -> str | None:
 
 
 def nonfinite_report(own_name: str | None, group: Group) -> str:
-    """Return a phrase for each rank of the group that names a gradient, the same text on all
-    ranks.
-    """
+    """Return a text that names each rank's gradient in `own_name`, the same on all ranks."""
     where = f"rank {primitives.ranks_of(group)[group.rank()]}"
     if tpc.is_set:
         coord = tpc.topology.dense.coord(tpc.rank)
@@ -197,9 +195,7 @@ def nonfinite_report(own_name: str | None, group: Group) -> str:
 
 
 def named_gradients(optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor | None]]:
-    """Return (name, gradient) for all that an optimizer steps; parameters without a name get a
-    number.
-    """
+    """Return (name, gradient) of each parameter of an optimizer; unnamed ones get a number."""
     names_by_id: dict[int, str] = {}
     if isinstance(optimizer, ShardedOptimizer):
         names_by_id = {id(shard.tensor): shard.name for shard in optimizer.shards}

@@ -1,4 +1,4 @@
-"""Corrections of torch's clipping, loss scaler and optimizers for parts and copies of parameters.
+"""Corrections of torch's clipping, loss scaler and optimizers for split and replicated parameters.
 
 torch treats each tensor of this process as a whole parameter. `watch()`, which split modules call,
 corrects the result for split ones: `clip_grad_norm_` clips by the norm of the whole model, and
@@ -40,9 +40,7 @@ def watch() -> None:
 
 
 def groups_of(parameters: Iterable[Tensor]) -> list[Group]:
-    """Return the groups of several ranks that split some of these parameters, in one order on all
-    ranks.
-    """
+    """Return the groups that split some of these parameters, in the same order on all ranks."""
     by_ranks: dict[tuple[int, ...], Group] = {}
     for parameter in parameters:
         layout, group = layout_of(parameter), group_of(parameter)
@@ -55,7 +53,7 @@ def _replace_clipping() -> None:
     """Replace the clipping inside torch's own function, which programs have imported by name."""
     torch_function: Any = nn.utils.clip_grad_norm_
     names = torch_function.__code__.co_freevars
-    if "func" not in names:  # another release of torch, of which only the name is known
+    if "func" not in names:  # a torch in which it has no such wrapper: replace the name alone
         nn.utils.clip_grad_norm_ = _clipping(torch_function)
         return
     cell = torch_function.__closure__[names.index("func")]
@@ -76,7 +74,7 @@ def _clipping(torch_function: Any) -> Any:
         every = [tensors] if isinstance(tensors, Tensor) else tensors
         groups = groups_of(every)
         if not groups and not any(place_of(p) is not None for p in every):
-            clipped = tensors if tensors else parameters  # torch warns of an empty generator
+            clipped = tensors if tensors else parameters  # torch warns if a generator is empty
             return torch_function(clipped, max_norm, norm_type, error_if_nonfinite, foreach)
         group = groups[0] if len(groups) == 1 else None
         if len(groups) > 1 and tpc.is_set:

@@ -1,9 +1,10 @@
 """Ranks as threads of one process, which talk in memory.
 
 run          `run_ranks`: one function on every rank of a layout.
-threads      whose turn it is, and what torch and Python have once for a process.
-transport    the back end of torch.distributed that these ranks have.
-own_backend  what each call of torch asks of a back end of our own; harness/late has another one.
+threads      turns between threads, and the per-process state that each rank gets for itself.
+transport    the back end of torch.distributed through which these ranks communicate.
+own_backend  the interface of our own back ends; harness/late has the other one.
 matcher      the board on which the calls of all ranks meet. No torch.
-findings     why no rank can move, or which ranks disagree, in sentences. No torch.
+findings     why no rank can go on, or which ranks disagree, in sentences. No torch.
+alone        one rank of a layout without the others.
 """

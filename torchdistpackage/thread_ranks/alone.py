@@ -1,7 +1,7 @@
-"""One rank of a layout without the others, for tensors that have no numbers (train/stage_trace.py).
+"""One rank of a layout without the others, for fake tensors (train/stage_trace.py).
 
-Its calls return at once, and what the others would have sent is memory that nobody wrote to. It has
-a thread and a world of torch.distributed of its own, so a process that is a rank can run one too.
+Its calls return at once, with uninitialized memory in place of what other ranks would have sent. It
+has a thread and a world of torch.distributed of its own, so a process that is a rank can run it.
 """
 
 import threading
@@ -76,10 +76,10 @@ class _WorkAlone(OwnWork):
 
 
 class GroupAlone(OwnGroup):
-    """One member's end of a group whose other members are not there."""
+    """One member's end of a group without the other members."""
 
     def collective(self, call: Collective, is_async: bool) -> dist.Work:
-        return _WorkAlone(call.writes or call.given)
+        return _WorkAlone(call.writes or call.like)
 
     def send(self, tensors: Tensors, target: int, tag: int = 0) -> dist.Work:
         return _WorkAlone(tensors)
@@ -92,7 +92,7 @@ class GroupAlone(OwnGroup):
 
 
 class _GroupsAlone(Groups):
-    """The groups of such a rank; none waits for its members."""
+    """The groups of a rank that runs alone; to create one waits for nobody."""
 
     def __init__(self, rank: int, world_size: int):
         distributed_c10d._update_default_pg(_group(rank, range(world_size)))
@@ -122,7 +122,7 @@ class _GroupsAlone(Groups):
 
 
 def _group(rank: int, ranks: Sequence[int], use: str = "") -> GroupAlone:
-    """Return a group that torch's functions know."""
+    """Return a new group that is registered with torch.distributed."""
     name = f"{BACKEND} {use} {tuple(ranks)}"
     group = GroupAlone(list(ranks).index(rank), len(ranks), name, BACKEND)
     world = distributed_c10d._world

@@ -1,7 +1,7 @@
-"""Findings in sentences: why no rank can move, or which ranks disagree. No torch.
+"""Findings in sentences: why no rank can go on, or which ranks disagree. No torch.
 
-A sentence names a rank by its coordinates, its call, the group by its name and ranks, and the ranks
-it waits for; the stacks of all ranks named follow.
+A sentence names a rank with its coordinates, its call, the group with its ranks, and the ranks that
+it waits for. The stacks of all these ranks follow.
 """
 
 import linecache
@@ -21,11 +21,11 @@ from torchdistpackage.thread_ranks.matcher import (
 from torchdistpackage.topology.mesh import Mesh, Topology
 
 Name = Callable[[int], str]
-"""A rank as people call it: `rank 3 (data 1 tensor 1)`."""
+"""A function that returns the name of a rank in messages: `rank 3 (data 1 tensor 1)`."""
 
 Path = list[tuple[PendingOp, int | PendingOp, P2POp | None]]
-"""Steps of a way: an entry, what it needs (a rank that has not made its call, or an entry that must
-be done first), and for which of its messages."""
+"""A chain of waits. Each step is an entry, what it waits for (a rank that has not made its call, or
+an entry that must be done first), and the message that waits, if any."""
 
 SHOWN_FRAMES = 12
 """Innermost frames of a stack that are printed."""
@@ -35,12 +35,16 @@ SHOWN_FRAMES = 12
 class Finding:
     """The first thing that is wrong.
 
-    kind: "exception" (a rank raised), "disagreement" (members of a group are not in the same
-        call), "cycle" (ranks wait for each other), "launch order" (they would, if a device ran
-        what it is given one by one), "first use" (they would, if the first call of a group stopped
-        the host), "missing" (a call that a rank which has returned never made), "group creation"
-        (members do not come to make a group, or others do), "time" (the limit passed).
-    ranks: those it names, the one to look at first in front. text: all of it, with stacks.
+    kind: one of
+        "exception": a rank raised an error.
+        "disagreement": members of a group are in different calls.
+        "cycle": ranks wait for each other.
+        "launch order": they would, if the device ran its kernels strictly one by one.
+        "first use": they would, if the first call of a group blocked the host.
+        "missing": a rank returned without making a call that others wait for.
+        "group creation": a member does not come to create a group, or a stranger does.
+        "time": the time limit passed.
+    ranks: the ranks it names, the one to look at first in front. text: the sentences and stacks.
     """
 
     kind: str
@@ -62,9 +66,9 @@ def rank_name(topology: Topology, rank: int) -> str:
 def group_name(topology: Topology, ranks: Sequence[int]) -> str:
     """Return the axes along which the ranks differ, `data+tensor`; `global` for all ranks.
 
-    With experts, groups that are none of the dense axes have the names of the second view, `expert`
-    or `expert_data`. Ranks that are not all of those along their axes are a `part of` them, as the
-    two stages that share a weight are.
+    With experts, a group along no dense axis gets a name of the second view, `expert` or
+    `expert_data`. A group of only some ranks along its axes, such as two stages that share a
+    weight, is called `part of` them.
     """
     mesh = topology.dense
     if len(ranks) == mesh.size:
@@ -79,7 +83,7 @@ def group_name(topology: Topology, ranks: Sequence[int]) -> str:
 
 
 def _along(mesh: Mesh, ranks: Sequence[int]) -> tuple[str, bool]:
-    """Return the axes along which the ranks differ, and whether these are all ranks along them."""
+    """Return the axes along which the ranks differ, and True if they are all ranks along these."""
     coords = [mesh.coord(rank) for rank in ranks]
     axes = [name for name in mesh.names if len({coord[name] for coord in coords}) > 1]
     return "+".join(axes) or "alone", tuple(mesh.group(ranks[0], axes)) == tuple(ranks)
@@ -89,7 +93,7 @@ def _along(mesh: Mesh, ranks: Sequence[int]) -> tuple[str, bool]:
 
 
 def disagreement(mismatch: Disagreement, name: Name) -> Finding:
-    """Return the finding about two members of a group that differ where they should do the same."""
+    """Return the finding about two members of a group that are in different calls."""
     first, second = sorted((mismatch.first, mismatch.second), key=lambda end: _entry(end).rank)
     group, first_rank, second_rank = _entry(first).group, _entry(first).rank, _entry(second).rank
     if isinstance(first, P2POp) and isinstance(second, P2POp):
@@ -110,14 +114,12 @@ def disagreement(mismatch: Disagreement, name: Name) -> Finding:
 
 
 def stuck(board: Matcher, entries: Sequence[PendingOp], name: Name) -> Finding:
-    """Return why none of `entries` can ever be done.
+    """Return the finding why none of `entries` can ever be done.
 
-    It is a call that a rank did not make before it returned, else a circle of waits.
+    The cause is a call that a rank did not make before it returned, or else a cycle of waits.
     """
     for kind in ("missing", "cycle"):
-        seen = set[
-            PendingOp
-        ]()  # an entry that led nowhere from one start leads nowhere from another
+        seen = set[PendingOp]()  # entries without a cycle behind them: no need to search them again
         for entry in entries:
             if (path := _search(board, entry, kind, seen)) is not None:
                 return _told(board, path, kind, name)
@@ -130,7 +132,7 @@ def _makes_group(entry: PendingOp) -> bool:
 
 
 def waits(board: Matcher, name: Name) -> str:
-    """Return where every waiting rank is, one line each."""
+    """Return a line for each waiting rank with the call that it waits in."""
     return "\n".join(
         f"  {name(rank)} waits in {_spoken(entry, name)}"
         for rank, entry in sorted(board.waiting.items())
@@ -157,7 +159,7 @@ def _stack(where: Where) -> str:
 
 
 def _needs(entry: PendingOp) -> Iterator[tuple[int | PendingOp, P2POp | None]]:
-    """Yield the ranks and entries that an entry waits for, and with which of its messages."""
+    """Yield what an entry waits for (ranks or entries), and the message of it that waits."""
     group, queue = entry.group, entry.group.queue_of(entry)
     if queue and queue[0] is not entry:
         yield queue[0], None
@@ -183,7 +185,7 @@ def _needs(entry: PendingOp) -> Iterator[tuple[int | PendingOp, P2POp | None]]:
 
 
 def _search(board: Matcher, start: PendingOp, kind: str, seen: set[PendingOp]) -> Path | None:
-    """Return the path from `start` to a rank that has ended, or around a circle of waits."""
+    """Return the chain from `start` to a rank that has ended, or around a cycle of waits."""
     if start in seen:
         return None
     seen.add(start)
@@ -217,7 +219,7 @@ def _search(board: Matcher, start: PendingOp, kind: str, seen: set[PendingOp]) -
 
 
 def _told(board: Matcher, path: Path, kind: str, name: Name) -> Finding:
-    """Return the finding about a path of waits."""
+    """Return the finding about a chain of waits."""
     head = "ranks wait for each other in a circle:"
     if kind == "missing":
         head = "a call is missing: a rank waits for another that has returned without it"
@@ -249,7 +251,7 @@ def _told(board: Matcher, path: Path, kind: str, name: Name) -> Finding:
 
 
 def _spoken(entry: PendingOp, name: Name, message: P2POp | None = None) -> str:
-    """Return an entry in words: its collective, or its messages."""
+    """Return the text of an entry: its collective, or its messages."""
     if entry.call is not None:
         return f"call {entry.number} of {entry.group}, {entry.call}"
     open_messages = [m for m in entry.messages if not m.done] if message is None else [message]
@@ -258,13 +260,13 @@ def _spoken(entry: PendingOp, name: Name, message: P2POp | None = None) -> str:
 
 
 def _towards(message: P2POp, name: Name) -> str:
-    """Return the peer of a message in words."""
+    """Return the text of a message's peer."""
     peer = "anybody" if message.peer is None else name(message.peer)
     return f"{'to' if message.is_send else 'from'} {peer}"
 
 
 def _difference(one: OpSignature | None, other: OpSignature | None) -> str:
-    """Return which facts of the same operation differ, in words."""
+    """Return a text with the facts in which two calls of one operation differ."""
     if one is None or other is None or one.operation != other.operation:
         return ""
     one_facts, other_facts = dict(one.facts), dict(other.facts)

@@ -1,13 +1,13 @@
-"""Matching of all ranks' calls: one order in each group, and no circle of waits.
+"""Matching of all ranks' calls: one order in each group, and no cycle of waits. No torch.
 
 A matcher completes nothing early. A collective is done when all members have entered it, and a
-message when its receive has been posted. Calls of a rank on a group are done in the order of their
-issue, as on the one stream that NCCL gives a group. A transport with buffers only does more. No
-torch.
+message when its receive has been posted. The calls of a rank on a group are done in the order in
+which it issued them, as on the one stream that NCCL gives a group. So a program that passes here
+also passes on transports that buffer.
 
-Groups may share their queues (`harness/lint`): then all that a rank has issued is done in one
-order. Messages may have a channel of their own, as descriptions have that go through host memory:
-between two ranks one way they are done in order, and hold up nothing else.
+Groups may share their queues (`harness/lint`): then all calls of a rank are done in one order.
+Messages may have a channel of their own, such as headers that travel through host memory: they are
+done in order from one rank to another, and no other call waits for them.
 """
 
 import inspect
@@ -22,12 +22,12 @@ from typing import cast
 
 Facts = tuple[tuple[str, object], ...]
 Where = tuple[tuple[str, int, str], ...]
-"""The place of a call: (file, line, function) from the inside out."""
+"""The stack of a call: (file, line, function), innermost first."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpSignature:
-    """An operation and all facts about it on which the ranks that meet in it must agree."""
+    """An operation with the facts, such as shapes, on which its ranks must agree."""
 
     operation: str
     facts: Facts = ()
@@ -38,19 +38,19 @@ class OpSignature:
 
 
 CREATION = OpSignature("new_group")
-"""A group is made by its members."""
+"""The call in which members create a group."""
 SPLIT, START = OpSignature("split of the world"), OpSignature("start of the step")
-"""Operations of the world: all ranks make one group each, or none; all ranks have their groups."""
+"""Calls of all ranks: in a split each rank creates one group or none; at the start all groups
+exist."""
 
 
 class LintGroup:
-    """The ranks of one group, and the calls that each of them has issued on it and that are not
-    done.
+    """The ranks of one group, and the unfinished calls of each.
 
-    name: what people call it, such as `data`. num_calls: collectives that met; num_messages alike.
-    queues: of each rank, where they are not this group's alone. in_host: its calls
-    take no part on a device. lazy: it connects at first use (`harness/lint`), but for ranks that
-    are `eager`, which had the communicator at once.
+    name: its name in messages, such as `data`. num_calls, num_messages: collectives and messages
+    that have met. queues: the queue of each rank, if the group shares them with others. in_host:
+    its calls do not run on a device. lazy: it connects at first use (`harness/lint`), except for
+    `eager` ranks, which connected at its creation.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class LintGroup:
         self.num_calls = self.num_messages = 0
 
     def count_anew(self) -> None:
-        """Number the next call of each rank 1 again; nothing may be under way."""
+        """Restart the numbers of calls at 1; no call may be unfinished."""
         self.issued = dict.fromkeys(self.ranks, 0)
         self.num_calls = self.num_messages = 0
 
     def queue_of(self, entry: "PendingOp") -> "deque[PendingOp]":
-        """Return the queue in which an entry of its rank stands."""
+        """Return the queue that holds an entry."""
         if entry.channel is None:
             return self.queues[entry.rank]
         return self.channels.setdefault((entry.rank, entry.channel), deque())
@@ -119,9 +119,9 @@ class P2POp:
 class PendingOp:
     """A call of one rank on one group: a collective, or messages that go together.
 
-    call: the collective; None for messages. number: of it among the group's collectives, from 1.
-    num_open: its messages that have not met. channel: see the module. is_batch: its messages were
-    given as one call, and not one by one.
+    call: the collective; None for messages. number: its position among the group's collectives,
+    from 1. num_open: number of its messages that have not met. channel: as the module's docstring
+    says. is_batch: one call issued all its messages.
     """
 
     rank: int
@@ -142,7 +142,7 @@ Queues = Mapping[int, deque[PendingOp]]
 
 
 class Disagreement(Exception):
-    """An error of two ranks that meet in different calls; `what` says how if their facts do not."""
+    """An error: two ranks are in different calls, or expect different data as `what` says."""
 
     def __init__(self, first: PendingOp | P2POp, second: PendingOp | P2POp, what: str = ""):
         super().__init__(first, second, what)
@@ -164,13 +164,14 @@ class Matcher:
     ):
         self._met, self._matched, self._done = met, matched, done
         self.waiting: dict[int, PendingOp] = {}
-        """The entry that each waiting rank waits for."""
+        """The entry that each waiting rank waits for, by rank."""
         self.ended: set[int] = set()
 
     def issue(self, entry: PendingOp) -> None:
-        """Put an entry behind what its rank has issued on the group.
+        """Append an entry to the calls that its rank has issued on the group.
 
-        Disagreement: it is not what another member has issued in its place.
+        Raises:
+            Disagreement: another member has issued a different call at this position.
         """
         group, rank = entry.group, entry.rank
         queue = group.queue_of(entry)
@@ -189,7 +190,8 @@ class Matcher:
     def post(self, entry: PendingOp, message: P2POp) -> None:
         """Add one of the messages that an entry announced when it was issued.
 
-        Disagreement: its other end is not the same.
+        Raises:
+            Disagreement: the facts at its other end differ.
         """
         group = entry.group
         message.entry = entry
@@ -203,13 +205,13 @@ class Matcher:
             self._activate(heads)
 
     def leftovers(self, groups: Sequence[LintGroup]) -> list[PendingOp]:
-        """Return the entries that never met, of the lowest rank first."""
+        """Return the first unfinished entry of each queue, in order of ranks."""
         queues = [q for group in groups for q in (*group.queues.values(), *group.channels.values())]
         heads = [queue[0] for queue in queues if queue]
         return sorted(heads, key=lambda entry: entry.rank)
 
     def _activate(self, heads: list[PendingOp]) -> None:
-        """Let entries at the head of their queue meet, and then those behind them."""
+        """Try to complete entries at the head of their queues, and then those behind them."""
         while heads:
             entry = heads.pop()
             if entry.done:
@@ -223,9 +225,7 @@ class Matcher:
                     self._match(message, heads)
 
     def _meet(self, entry: PendingOp, heads: list[PendingOp]) -> None:
-        """Complete a collective if all members have entered it and it is at the head of all
-        queues.
-        """
+        """Complete a collective that all members have entered, if it is first in all queues."""
         group = entry.group
         meeting = group.meetings[entry.number]
         if len(meeting) < len(group.ranks):
@@ -239,7 +239,7 @@ class Matcher:
             self._finish(other, heads)
 
     def _match(self, message: P2POp, heads: list[PendingOp]) -> None:
-        """Complete a message if both ends are at the head of their queues."""
+        """Complete a message if both ends are first in their queues."""
         entry = message.entry
         posted = entry.group.posted
         other = self._other_end(message, entry.group)
@@ -259,7 +259,7 @@ class Matcher:
                 self._finish(end.entry, heads)
 
     def _other_end(self, message: P2POp, group: LintGroup) -> P2POp | None:
-        """Return the first message posted on the other side; a receive from anybody takes any."""
+        """Return the message that this one matches, or None; a receive may take any source."""
         keys = [message.match_key]
         if group.from_anybody and message.is_send:
             keys.append((False, None, message.target, message.tag))
@@ -271,7 +271,7 @@ class Matcher:
         return None
 
     def _finish(self, entry: PendingOp, heads: list[PendingOp]) -> None:
-        """Mark an entry as done, and let the one behind it come next."""
+        """Mark an entry as done, and add the next one of its queue to `heads`."""
         queue = entry.group.queue_of(entry)
         queue.popleft()
         entry.done = True
@@ -281,7 +281,7 @@ class Matcher:
 
 
 def _shown(value: object) -> str:
-    """Return a fact as text."""
+    """Return the text of a fact."""
     if isinstance(value, tuple):
         members = cast(tuple[object, ...], value)
         return f"[{', '.join(map(_shown, members))}]"
@@ -295,10 +295,9 @@ _TORCH = str(Path("site-packages", "torch", "distributed"))
 
 
 def stack_here() -> tuple[Where, object]:
-    """Return the caller's stack from the inside out, and the frame of the batch a message is part
-    of.
+    """Return the caller's stack, innermost first, and the frame of its batch of messages, or None.
 
-    torch hands the messages of a batch over one by one; its frame shows which belong together.
+    torch issues the messages of a batch one by one, so the frame tells which belong together.
     """
     frames = list(_frames(inspect.currentframe()))
     batches = [frame for frame in frames if frame.f_code.co_name == "batch_isend_irecv"]

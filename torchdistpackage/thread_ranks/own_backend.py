@@ -1,7 +1,7 @@
-"""The interface between torch.distributed and a back end of our own: a `Collective`, or a message.
+"""The interface between torch.distributed and our own back ends, of `Collective`s and messages.
 
-torch calls a group and a handle by these names, which change with its version. The back end decides
-what a call does: harness/late, and the order linter's transport.
+torch calls the methods of a group and of a handle by the names here, which change with its version.
+A back end decides what a call does: that of harness/late, or the order linter's transport.
 """
 
 from abc import abstractmethod
@@ -34,13 +34,13 @@ _OPS: dict[str, tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = {
 class Collective:
     """One member's part in a collective.
 
-    given: the tensors that say its size. sends[i] go to member i, what member i sends looks like
-    rooms[i], and `writes` get what came: as it is, or combined by `op`. root: its place in the
-    group.
+    like: tensors whose shapes and dtypes all members must have. sends[i]: what to send to member i.
+    rooms[i]: tensors shaped like what member i sends. writes: the tensors to write the result to:
+    what arrived, or its reduction by `op`. root: the root's index in the group.
     """
 
     operation: str
-    given: Tensors
+    like: Tensors
     sends: Sequence[Tensors]
     rooms: Sequence[Tensors]
     writes: Tensors
@@ -49,20 +49,20 @@ class Collective:
 
 
 class OwnWork(dist.Work):
-    """The handle of a call. result: the tensors that the call writes."""
+    """The handle of a call that writes the tensors `result`."""
 
     def __init__(self, result: Tensors):
         super().__init__()
         self._result = list(result)
 
     def synchronize(self) -> None:
-        """Wait, under the name that torch's own code calls."""
+        """Wait; torch's own code calls this name."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future:
-        """Return a future that is done at the end of a backward, else at once.
+        """Return a future that completes at the end of a backward, or at once outside of one.
 
-        A wait inside a backward could not let other ranks go on.
+        A wait inside a backward would keep the other ranks from going on.
         """
         future = torch.futures.Future()
 
@@ -78,7 +78,7 @@ class OwnWork(dist.Work):
 
 
 class OwnGroup(dist.ProcessGroup):
-    """One member's end of a group; `rank` is its index in it, as in torch."""
+    """One member's end of a group; `rank` is its index in the group, as in torch."""
 
     def __init__(self, rank: int, size: int, name: str, backend: str):
         super().__init__(rank, size)
@@ -98,11 +98,11 @@ class OwnGroup(dist.ProcessGroup):
         """Issue a collective."""
 
     def _issue(self, opts, *parts, **options) -> dist.Work:
-        """Issue a collective of these parts."""
+        """Issue the collective with these fields of `Collective`."""
         return self.collective(Collective(*parts, **options), bool(getattr(opts, "asyncOp", False)))
 
     def _at(self, root: int, tensors: Tensors) -> list[Tensors]:
-        """Return the tensors for the root alone."""
+        """Return these tensors for the root, and none for the other members."""
         return [tensors if i == root else [] for i in range(self.size())]
 
     # -- by the names that torch.distributed calls ---------------------------------------
@@ -185,7 +185,7 @@ class OwnGroup(dist.ProcessGroup):
 
 
 def flat(parts: Sequence[Tensors]) -> list[Tensor]:
-    """Return all tensors in one list."""
+    """Return all tensors of `parts` in one list."""
     return [x for tensors in parts for x in tensors]
 
 
@@ -199,8 +199,8 @@ def copy(source: Tensor, target: Tensor) -> None:
 def combined(tensors: Tensors, op: str) -> Tensor:
     """Return the element-wise reduction over the ranks, in group order.
 
-    As NCCL has it, floats of a mean are divided first, so that no sum overflows, and a mean of
-    integers is cut.
+    A mean is NCCL's: floats are divided first, so that the sum does not overflow, and the mean of
+    integers is rounded down.
     """
     exact = tensors[0].is_floating_point() or tensors[0].is_complex()
     if op == "avg" and exact:
@@ -211,7 +211,7 @@ def combined(tensors: Tensors, op: str) -> Tensor:
 
 
 def _op(opts) -> str:
-    """Return the name of the reduction, `sum` for ReduceOp.SUM; refuse a scaled or a user's own."""
+    """Return the name of a reduction, `sum` for ReduceOp.SUM; refuse one that `_OPS` lacks."""
     reduce_op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
     for name, (candidate, _) in _OPS.items():
         if reduce_op == candidate:
@@ -222,23 +222,23 @@ def _op(opts) -> str:
 
 
 def _even_parts(x: Tensor, like: Tensor, number: int) -> list[Tensor]:
-    """Return a view of `x` for each member, shaped like that tensor; refuse another size."""
+    """Return a view of `x` for each member, shaped like `like`; refuse an `x` of another size."""
     size = like.numel()
     if x.numel() != size * number or not x.is_contiguous():
         raise ValueError(
-            f"a tensor of shape {tuple(x.shape)} stands for {number} parts of {size} elements; "
-            f"give a contiguous one of {size * number}"
+            f"a tensor of shape {tuple(x.shape)} must hold {number} parts of {size} elements; "
+            f"pass a contiguous one of {size * number} elements"
         )
     parts = x.detach().view(-1)
     return [parts[i * size : (i + 1) * size].view(like.shape) for i in range(number)]
 
 
 def _rows(x: Tensor, sizes: Sequence[int] | None, number: int) -> list[Tensor]:
-    """Return views of `x` with as many rows as `sizes` say, or with equal numbers."""
+    """Return views of `x` with the numbers of rows in `sizes`, or with equal numbers."""
     sizes = list(sizes or [x.shape[0] // number] * number)
     if sum(sizes) != x.shape[0]:
         raise ValueError(
-            f"{sizes} rows to exchange are not the {x.shape[0]} rows of the tensor; pass sizes "
-            "that add up to them"
+            f"the sizes {sizes} add up to {sum(sizes)}, but the tensor has {x.shape[0]} rows; pass "
+            "sizes that add up to them"
         )
     return list(x.detach().split(sizes))

@@ -1,7 +1,7 @@
 """`run_ranks`: one function on every rank of a layout, each rank a thread of this process.
 
-The ranks talk over an in-memory transport that delivers, under the strictest meaning that a
-transport may give its calls within a group (matcher.py). The process is afterwards as it was.
+The ranks communicate in memory, under the strictest order of calls within a group that a transport
+may require (matcher.py). Afterwards the process is as it was.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,9 +26,9 @@ Trace = Sequence[tuple[PendingOp, bool]]
 class RankResults:
     """The results of a run.
 
-    results: what `step` returned on each rank. finding: why the ranks did not all return, or None.
-    name: a rank as people call it. groups: all that were made. setup, traces: the calls of each
-    rank before and in `step`.
+    results: the result of `step` on each rank. finding: why some rank did not return, or None.
+    name: returns a rank's name for messages. groups: all groups that were created. setup, traces:
+    the calls of each rank before `step` and in it.
     """
 
     results: Sequence[object]
@@ -44,9 +44,9 @@ def run_ranks(
 ) -> RankResults:
     """Run `step(rank)` on every rank of `layout`, for which `tpc` is set up.
 
-    limit_s: wall seconds after which the finding says who still computes. queued: calls behave as
-        on NCCL, and groups connect at first use; False: as on a back end that blocks and is
-        connected.
+    limit_s: time limit in seconds; the finding then names the ranks that still compute.
+    queued: True: calls behave as on NCCL, whose groups connect at first use; False: as on a back
+        end that blocks, and whose groups are connected from the start.
 
     Raises:
         CommError: other ranks are running as threads of this process.
@@ -79,7 +79,7 @@ def run_ranks(
         results=tuple(results),
         finding=threads.finding,
         name=name,
-        groups=[group for _, group in context.made.values()],
+        groups=[group for _, group in context.created.values()],
         setup=context.setup,
         traces=context.traces,
     )

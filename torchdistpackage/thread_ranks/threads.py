@@ -1,10 +1,10 @@
 """Ranks as threads of one process, of which one runs at a time.
 
-A rank runs until it must wait, and then hands over to the one that has been ready longest. So a run
-is the same each time, no two ranks race for what a process has only once (each has its own random
-numbers, record of calls and world of torch.distributed), and when no rank is ready and none runs,
-none ever will be. A rank that computes for long, or waits for something else than a call, loses its
-turn: the others go on, and it lines up again when it makes a call.
+A rank runs until it must wait, and then hands over to the rank that has been ready longest. So each
+run is the same, ranks do not race for state that a process has only once (each has its own random
+numbers, record of calls and world of torch.distributed), and a deadlock is certain as soon as no
+rank is ready and none runs. A rank that computes for long, or waits for something other than a
+call, loses its turn: the others go on, and it queues again at its next call.
 """
 
 import ctypes
@@ -42,28 +42,25 @@ from torchdistpackage.thread_ranks.matcher import (
 )
 
 PATIENCE_S = 5.0
-"""Seconds without a call of the running rank after which the turn goes to the next one."""
+"""Seconds without a call after which a running rank loses its turn."""
 GRACE_S = 2.0
-"""Limit in seconds for a thread to end once it is asked to."""
+"""Seconds that threads get to end after they are told to."""
 
 
 class LintEnded(BaseException):
-    """The signal that a run is over; not an Exception, so that a step's own handlers let it
-    pass.
-    """
+    """The signal that a run is over; no Exception, so that a step's own handlers ignore it."""
 
 
 class Threads:
-    """A run of one function on every rank, whose calls meet on `board`, within `limit_s` of wall
-    time.
-    """
+    """A run of one function on every rank, for at most `limit_s`; their calls meet on `board`."""
 
     def __init__(self, num_ranks: int, board: Matcher, name: Name, limit_s: float):
         self.board, self._name, self._limit_s = board, name, limit_s
         self._patience_s = min(PATIENCE_S, limit_s / 4)
         self.finding: Finding | None = None
         self.groups: list[LintGroup] = []
-        # of the board and the turns; reentrant, since an action on the board runs under it
+        # protects the board and the turns; reentrant, because an action on the board runs under it
+        # and may take it again
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self._turns = [threading.Semaphore(0) for _ in range(num_ranks)]
@@ -76,9 +73,7 @@ class Threads:
         self._threads: list[threading.Thread] = []
 
     def run(self, body: Callable[[int], object]) -> list[object]:
-        """Return the results of `body(rank)` on each rank; None if it did not return. It never
-        hangs.
-        """
+        """Return the result of `body(rank)` of each rank, None if it did not return; never hang."""
         results: list[object] = [None] * len(self._turns)
         outer_state = _Carried(vars(recorder))
 
@@ -91,7 +86,7 @@ class Threads:
                     results[rank] = body(rank)
             except LintEnded:
                 pass
-            except BaseException as error:  # a rank's own SystemExit is its end too
+            except BaseException as error:  # SystemExit too: it would end the thread silently
                 self._raised(rank, error)
             finally:
                 with suppress(LintEnded):
@@ -113,7 +108,7 @@ class Threads:
     # -- what a rank's thread calls ----------------------------------------------------
 
     def alive(self) -> None:
-        """Leave this thread if the run is over."""
+        """Raise `LintEnded` if the run is over."""
         if self._over:
             raise LintEnded
 
@@ -124,8 +119,8 @@ class Threads:
             self.alive()
             try:
                 action()
-            except Disagreement as found:
-                self._finish(disagreement(found, self._name))
+            except Disagreement as mismatch:
+                self._finish(disagreement(mismatch, self._name))
                 raise LintEnded from None
 
     def wait(self, rank: int, entry: PendingOp) -> None:
@@ -139,9 +134,7 @@ class Threads:
         self._hand_over(rank)
 
     def pause(self, rank: int) -> None:
-        """Let the other ranks run first; a rank does so when it only asks whether a call is
-        done.
-        """
+        """Let the other ranks run first, for a rank that polls whether a call is done."""
         self._line_up(rank)
         with self.lock:
             self.alive()
@@ -151,7 +144,7 @@ class Threads:
         self._hand_over(rank)
 
     def done(self, entry: PendingOp) -> None:
-        """Make a rank ready whose entry is done; the board calls this inside `act`."""
+        """Make the rank ready that waits for this entry; the board calls it inside `act`."""
         entry.payload = None
         if self.board.waiting.get(entry.rank) is entry:
             del self.board.waiting[entry.rank]
@@ -168,7 +161,7 @@ class Threads:
         self._take_turn(rank)
 
     def _line_up(self, rank: int) -> None:
-        """Wait for a new turn if this rank has lost its own."""
+        """Wait for a new turn if this rank has lost its turn."""
         with self.lock:
             if rank not in self._lapsed:
                 return
@@ -179,6 +172,7 @@ class Threads:
 
     def _take_turn(self, rank: int) -> None:
         """Wait for the turn, and load this rank's state."""
+        # released by `_next`, which lets one rank run at a time, or by `_finish` at the end
         self._turns[rank].acquire()
         self._carried[rank].load()
         self.alive()
@@ -216,7 +210,7 @@ class Threads:
             self._finish(Finding("exception", (rank,), text))
 
     def _finish(self, finding: Finding | None) -> None:
-        """Keep the first finding, and wake all threads so that they end."""
+        """Store the first finding, and wake all threads so that they end."""
         if not self._over:
             self._over, self.finding = True, finding
             for turn in self._turns:
@@ -226,12 +220,12 @@ class Threads:
     # -- the thread that watches -------------------------------------------------------
 
     def _watch(self) -> None:
-        """Wait for the end; take the turn from a rank that computes for long."""
+        """Wait for the end, and take the turn from a rank that computes for long."""
         end = time.monotonic() + self._limit_s
         with self.lock:
             self._next()
             while not self._over:
-                # wakes at the end, and now and then to look for ranks that compute for long
+                # woken by `_finish`; the timeout is for looking at ranks that compute for long
                 self._changed.wait(self._patience_s / 2)
                 now = time.monotonic()
                 if now > end and not self._over:
@@ -245,7 +239,7 @@ class Threads:
                     self._next()
 
     def _late(self) -> Finding:
-        """Return the finding about a run that is over its limit."""
+        """Return the finding about a run that passed its time limit."""
         running = sorted((*self._running, *self._lapsed))
         who = ", ".join(map(self._name, running)) or "no rank"
         head = f"not done after {self._limit_s:g} s: {who} computes, or waits outside of calls"
@@ -257,9 +251,8 @@ class Threads:
     def _stop(self) -> None:
         """End all threads: one that still computes gets `LintEnded` at its next step in Python.
 
-        It is sent repeatedly, as a callback of the interpreter (a weak reference's) swallows it.
-
-        Again and again, as a callback of the interpreter (a weak reference's) swallows it.
+        It sends the exception repeatedly, because a callback of the interpreter, such as that of a
+        weak reference, swallows one.
         """
         with self.lock:
             self._finish(None)
@@ -277,7 +270,7 @@ class Threads:
 
 @contextmanager
 def _callbacks_may_end() -> Iterator[None]:
-    """Report no `LintEnded` that a callback of the interpreter has swallowed."""
+    """Do not report a `LintEnded` that a callback of the interpreter has swallowed."""
     previous_hook = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
@@ -292,9 +285,7 @@ def _callbacks_may_end() -> Iterator[None]:
 
 
 class _Carried:
-    """The state that a process has once and each rank should have for itself; at first the current
-    one.
-    """
+    """A rank's own copy of the state that a process has once; at first the current one."""
 
     def __init__(self, record: dict[str, object]):
         self._record = record
@@ -315,7 +306,7 @@ class _Carried:
 
 # -- what torch has once for a process ------------------------------------------------------
 
-# two sets of thread ranks would overwrite each other's records in torch
+# two sets of thread ranks would replace each other's world of torch.distributed
 _one_at_a_time = threading.Lock()
 
 
@@ -329,7 +320,7 @@ class _RankWorld:
             setattr(self, name, {})
         self.group_count, self.comms = 0, []
 
-    # what torch works out from the above
+    # torch computes this from the fields above
     pg_config_info = distributed_c10d._World.pg_config_info
 
 
@@ -359,7 +350,7 @@ class _Worlds:
 def worlds() -> Iterator[_Worlds]:
     """Give threads that `enter` a world of torch.distributed of their own inside the block."""
     if not _one_at_a_time.acquire(blocking=False):
-        raise CommError("a lint is running in this process; begin the next one when it has ended")
+        raise CommError("ranks already run as threads of this process; wait for them to end first")
     own_world, hook = distributed_c10d._world, sys.excepthook
     method = distributed_c10d._default_pg_init_method
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode

@@ -1,11 +1,11 @@
 """A back end of torch.distributed whose ranks are threads.
 
-The board decides when a call is done (matcher.py), and who runs meanwhile threads.py. Everything
-that is issued or waited for is written down, in order, for checks that come after (harness/lint).
+The board decides when a call is done (matcher.py), and threads.py which rank runs meanwhile. Each
+rank's trace lists in order what it issued and waited for, for later checks (harness/lint).
 
-A group is made as NCCL makes it, its members waiting for each other. In a world that is bound to a
-device torch has all ranks of the world take part, each with the list of its own group
-(`ThreadGroup.split`), and nothing but the lint compares those lists.
+As with NCCL, members wait for each other to create a group. In a world that is bound to a device,
+torch makes all ranks of the world take part, each with the list of its own group
+(`ThreadGroup.split`). Only the lint compares those lists.
 """
 
 import threading
@@ -49,36 +49,36 @@ from torchdistpackage.thread_ranks.own_backend import (
 from torchdistpackage.thread_ranks.threads import Threads
 
 BACKEND = "threads"
-"""Name of the back end of ranks of a lint; it stands for NCCL where calls are queued."""
+"""Name of the back end of thread ranks; it stands for NCCL if calls are queued."""
 HOST_BACKEND = "threads_host"
-"""The same for what is in host memory, where NCCL's groups have one of gloo as well."""
+"""Name of the back end for tensors in host memory; it stands for the gloo group beside NCCL's."""
 
 
 @dataclass
 class LintContext:
-    """The state that the groups of one lint share.
+    """The state that all groups of one set of thread ranks share.
 
-    world: where all ranks meet to split it. queued: whether it stands for NCCL.
-    label: name of the group of these ranks. made: by torch's name and the ranks of a group, where
-    its members meet to make it, and where afterwards.
+    world: the group of all ranks, in which they meet to split it. queued: it stands for NCCL.
+    label: returns the name of the group of these ranks. created: by torch's name and the ranks of a
+    group, the group in which members meet to create it, and the group itself.
     """
 
     threads: Threads
     world: LintGroup
     queued: bool
     label: Callable[[tuple[int, ...]], str]
-    made: dict[tuple[str, tuple[int, ...]], tuple[LintGroup, LintGroup]] = field(
+    created: dict[tuple[str, tuple[int, ...]], tuple[LintGroup, LintGroup]] = field(
         default_factory=dict
     )
     traces: list[list[tuple[PendingOp, bool]]] = field(default_factory=list)
-    """The entries that each rank issued (False) or waited for (True), in order."""
+    """For each rank, in order, the entries that it issued (False) or waited for (True)."""
     setup: list[list[tuple[PendingOp, bool]]] = field(default_factory=list)
     """The ranks' entries before the step, set once all ranks are there."""
     stacks: dict[Where, Where] = field(default_factory=dict)
-    """Each stack once, because a step makes most of its calls in few places."""
+    """Each stack once, because a step makes most of its calls from a few places."""
 
     def issue(self, entry: PendingOp) -> None:
-        """Issue an entry, and note it in the rank's trace."""
+        """Issue an entry, and add it to the rank's trace."""
         self.threads.act(entry.rank, partial(self.threads.board.issue, entry))
         self.traces[entry.rank].append((entry, False))
 
@@ -93,17 +93,17 @@ class LintContext:
         self.wait(entry)
 
     def start(self, rank: int) -> None:
-        """Begin the step: all ranks have their groups, and calls are numbered from 1 again."""
+        """Begin the step once all ranks have their groups; numbers of calls restart at 1."""
         entry = PendingOp(rank, self.world, START)
         self.threads.act(rank, partial(self.threads.board.issue, entry))
         self.threads.wait(rank, entry)
         if not self.setup:
             self.setup, self.traces = self.traces, [[] for _ in self.traces]
-            for _, group in self.made.values():
+            for _, group in self.created.values():
                 group.count_anew()
 
     def stack(self) -> tuple[Where, object]:
-        """Return the caller's stack, shared between equal ones, and its batch's frame."""
+        """Return the caller's stack (equal ones share an object), and its batch's frame."""
         where, batch = stack_here()
         return self.stacks.setdefault(where, where), batch
 
@@ -122,7 +122,7 @@ class ThreadWork(OwnWork):
         self._context, self._entry, self._message = context, entry, message
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        # lets other ranks run, because one of them completes the entry
+        # hands the turn to other ranks, because one of them completes the entry
         self._context.wait(self._entry)
         return True
 
@@ -165,15 +165,13 @@ class ThreadGroup(OwnGroup):
         where, _ = self._context.stack()
         entry = PendingOp(self._global_rank, self._group, signature, where=where, payload=call)
         self._context.issue(entry)
-        return ThreadWork(self._context, entry, call.writes or call.given)
+        return ThreadWork(self._context, entry, call.writes or call.like)
 
     def _facts(self, call: Collective) -> Facts:
-        """Return what the members must agree on: of uneven parts the shapes of all, which each
-        knows.
-        """
+        """Return the facts on which members must agree; for uneven parts all shapes."""
         if call.operation == "barrier":
             return ()
-        tensors = call.given
+        tensors = call.like
         parts = {"all_gather": call.writes, "reduce_scatter": flat(call.sends)}
         if (all_ := parts.get(call.operation)) and len({x.shape for x in (*tensors, *all_)}) > 1:
             tensors = all_
@@ -234,9 +232,9 @@ class ThreadGroup(OwnGroup):
 
     @property
     def supports_splitting(self) -> bool:
-        """True where torch connects a new group at once, as with NCCL.
+        """True if torch connects a new group at once, as it does with NCCL if it knows the device.
 
-        It does so if it knows the device, by a split of the world if that is bound to one.
+        If the world is bound to a device, torch connects the group by a split of the world.
         """
         return self._group.lazy
 
@@ -252,21 +250,21 @@ class ThreadGroup(OwnGroup):
             self._split_from.split(self._group.ranks)
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Take part in a split of which this rank is no member."""
+        """Take part in a split without becoming a member of a group."""
         self.split(())
 
     def split(self, ranks: tuple[int, ...]) -> None:
-        """Wait until all ranks create one communicator each; this rank's is that of `ranks`."""
+        """Wait until each rank creates its communicator; this rank's is that of `ranks`."""
         where, _ = self._context.stack()
         world = self._context.world
         self._context.stop(PendingOp(self._global_rank, world, SPLIT, where=where, payload=ranks))
 
     def shutdown(self) -> None:
-        """Do nothing: no resource ends with the group."""
+        """Do nothing: the group holds no resource."""
 
 
 def _num_elements(tensors: Tensors) -> Facts:
-    """Return the total number of elements, as a fact."""
+    """Return the fact that states the total number of elements."""
     return (("elements", sum(x.numel() for x in tensors)),)
 
 
@@ -278,10 +276,13 @@ _ONE_SIZE = ("all_reduce", "reduce", "broadcast", "barrier")
 
 @torch.no_grad()
 def deliver(entries: list[PendingOp]) -> None:
-    """Move the data of a collective whose members, in group order, have all entered.
+    """Move the data of a collective that all members (in group order) have entered.
 
-    All inputs are read before any output is written, and sums run in group order, so that the same
-    inputs give the same bits. Disagreement: what one sends another does not expect.
+    It reads all inputs before it writes any output, and sums in group order, so that the same
+    inputs give the same bits.
+
+    Raises:
+        Disagreement: a member does not expect what another one sends.
     """
     if entries[0].call == SPLIT:
         _check_split(entries)
@@ -305,14 +306,14 @@ def deliver(entries: list[PendingOp]) -> None:
 
 
 def carry(send: P2POp, receive: P2POp) -> None:
-    """Move the data of a message; its receiver then knows the sender."""
+    """Move the data of a message, and tell its receiver the sender."""
     copy(send.payload, receive.payload)  # type: ignore[arg-type]
     receive.source = send.source
     send.payload = receive.payload = None
 
 
 def _check_sizes(one: PendingOp, other: PendingOp, sent: Tensors, rooms: Tensors) -> None:
-    """Raise Disagreement if a rank sends what another has no room for."""
+    """Raise Disagreement if a rank sends tensors that do not fit another's."""
     for x, room in zip(sent, rooms, strict=False):
         if x.numel() != room.numel():
             assert one.call is not None
@@ -327,8 +328,8 @@ def _check_sizes(one: PendingOp, other: PendingOp, sent: Tensors, rooms: Tensors
 def _check_split(entries: Sequence[PendingOp]) -> None:
     """Raise Disagreement if ranks of one new group name different members.
 
-    Each rank names the ranks of its communicator, or none. Ranks that differ would talk in smaller
-    groups.
+    Each rank names the ranks of its communicator, or none. NCCL would give those that name the same
+    ranks a smaller communicator of their own.
     """
     lists: list[tuple[int, ...]] = [entry.payload for entry in entries]  # type: ignore[misc]
     for first, ranks in zip(entries, lists, strict=True):
@@ -351,7 +352,7 @@ def _check_split(entries: Sequence[PendingOp]) -> None:
 
 
 class _SplitSource(c10d.Backend):
-    """A group as the back end that torch passes to C++ when it splits a group from it."""
+    """The back end of a group that torch passes to C++ to split another group from it."""
 
     def __init__(self, group: ThreadGroup):
         super().__init__(group.rank(), group.size())
@@ -368,12 +369,12 @@ class _SplitSource(c10d.Backend):
         self._group.perform_nocolor_split(device)
 
 
-# torch 2.14 began to; before, the group itself will do, and no back end can be made in Python.
+# torch 2.14 asks for this class; before, it takes the group itself, and Python cannot make it.
 _handed_on = _SplitSource if hasattr(c10d._DistributedBackendOptions, "split_from") else None
 
 
 class _Here(threading.local):
-    """The lint that this thread is a rank of."""
+    """The set of thread ranks that this thread belongs to."""
 
     context: LintContext | None = None
 
@@ -382,7 +383,7 @@ _here = _Here()
 
 
 def attach(context: LintContext) -> None:
-    """Make this thread a rank of the lint: groups that it creates consist of threads."""
+    """Make this thread a rank: groups that it creates consist of threads."""
     _here.context = context
     for name in (BACKEND, HOST_BACKEND):
         if name.upper() not in dist.Backend._plugins:
@@ -395,20 +396,20 @@ def attach(context: LintContext) -> None:
 
 
 def _create(backend: str, options, _) -> ThreadGroup:
-    """Create this rank's end of a group; its members wait for each other."""
+    """Create this rank's end of a group; members wait for each other."""
     context = _here.context
     if context is None:
-        raise CommError(f"backend {backend!r} joins the threads of a lint; use gloo or nccl")
+        raise CommError(f"backend {backend!r} is only for ranks as threads; use gloo or nccl")
     ranks = tuple(options.global_ranks_in_group or range(options.group_size))
     key, index = (options.group_id, ranks), options.group_rank
     with context.threads.lock:
-        if key not in context.made:
+        if key not in context.created:
             in_host = backend == HOST_BACKEND
             label = context.label(ranks) + " (host)" * in_host
             group = LintGroup(ranks, label, lazy=context.queued and not in_host, in_host=in_host)
-            context.made[key] = LintGroup(ranks, label), group
-            context.threads.groups += context.made[key]
-    making, group = context.made[key]
+            context.created[key] = LintGroup(ranks, label), group
+            context.threads.groups += context.created[key]
+    making, group = context.created[key]
     world = dist.group.WORLD if dist.is_initialized() else None
     split_from = world if world is not None and world.bound_device_id is not None else None
     if split_from is None or not group.lazy:

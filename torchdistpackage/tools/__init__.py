@@ -3,7 +3,7 @@
 Read in this order.
 
 Values          nested (the tensors inside tuples, dicts and dataclasses).
-Traces          undisturbed (a model runs, and random states, buffers and modes are as before).
+Traces          undisturbed (runs that leave random states, buffers and modes as they were).
 Cost            module_profiler (time and memory of every module), recompute (which modules to
                 checkpoint for a memory limit), activation_offload (saved tensors in host memory).
 Numbers         debug_nan (the first module with NaN or Inf).

@@ -1,13 +1,16 @@
-"""Offload of activations: what a module saves for its backward waits in host memory.
+"""Offload of activations: the tensors that a module saves for its backward wait in host memory.
 
 A module's forward saves tensors through autograd's hooks (`torch.autograd.graph`). When it ends,
-their storages are copied to pinned memory on a stream of their own, while the next module computes;
-when that one ends, the device's memory is free. The first tensor that a backward asks for brings
-back all of its module, and those of the module before it in the meantime. A restored tensor has the
+their storages are copied to pinned memory while the next module computes; when that one ends, the
+device's memory is free. The first tensor that a backward asks for brings back all tensors of its
+module, and meanwhile starts to bring back those of the module before it. A restored tensor has the
 storage, offset and strides of the saved one, so kernels compute the same bits.
 
+Copies run on a stream of their own, beside the kernels. Each direction first waits for the stream
+that computes, and memory is given back only after the copy out of it has ended.
+
 Weights stay where they are, as do arguments without a gradient (masks, tables of positions), which
-the caller holds for all modules. On a CPU the same happens in order, and saves nothing.
+the caller keeps for all modules anyway. On a CPU the copies run in order and save no memory.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,15 +27,15 @@ from torchdistpackage.comm.streams import CudaStreams, Stream, streams_of
 MIN_BYTES = 1024
 """Smaller storages stay on the device: a copy costs more than they take."""
 _MOST_NODES = 4
-"""Operations between a weight and what a matmul saves of it: a cast and views."""
+"""Most operations between a weight and the tensor that a matmul saves of it: a cast and views."""
 
 Forward = Callable[..., Any]
 
 
 class ActivationOffload:
-    """Copies what modules of one device save to the host and back.
+    """Copies of the tensors that modules of one device save, to the host and back.
 
-    streams: the device's; by default those of a CUDA device. A CPU has none, and copies in order.
+    streams: the streams to copy on; default: those of a CUDA device. On a CPU copies run in order.
     """
 
     def __init__(self, device: torch.device, streams: CudaStreams | None = None):
@@ -61,7 +64,7 @@ class ActivationOffload:
 
 
 class OffloadedForward:
-    """The forward of `module`, whose saved tensors are offloaded."""
+    """A forward of `module` that offloads the tensors it saves."""
 
     def __init__(self, module: nn.Module, offload: ActivationOffload):
         self.module, self.offload = module, offload
@@ -81,8 +84,8 @@ def offload_modules(model: nn.Module, names: Iterable[str], offload: ActivationO
 class _StorageCopy:
     """A storage that a module saved.
 
-    source: a tensor of it, until the host has it. version: that of `source` when it was saved.
-    host, device: its bytes there, if there.
+    source: a tensor on this storage, until the host has its bytes. version: the version counter of
+    `source` when it was saved. host, device: the bytes in that memory, or None.
     """
 
     __slots__ = ("__weakref__", "device", "host", "module", "source", "version")
@@ -94,12 +97,12 @@ class _StorageCopy:
         self.device: Tensor | None = None
 
     def __del__(self) -> None:
-        # the device may use the memory again at once: not before copies have ended
+        # the allocator may hand this memory out again at once, so the copies must end before
         self.module.wait_for_copies()
 
 
 class _TensorInStorage:
-    """The object that autograd holds instead of a tensor: its place in its storage."""
+    """A tensor's position in its storage; autograd holds this instead of the tensor."""
 
     __slots__ = ("dtype", "offset", "shape", "storage", "stride")
 
@@ -116,10 +119,10 @@ class _TensorInStorage:
 
 
 class _ModuleStorages:
-    """The storages that one forward of a module saved, which autograd alone keeps alive.
+    """The storages that one forward of a module saved. Only autograd keeps them alive.
 
-    previous: the storages of the forward before, whose backward probably comes next. stay:
-    storages that are not offloaded.
+    previous: the storages of the forward before; its backward probably comes next. stay: storages
+    that are not offloaded.
     """
 
     def __init__(
@@ -136,7 +139,7 @@ class _ModuleStorages:
     # -- forward ---------------------------------------------------------------------------------
 
     def pack(self, x: Tensor) -> "Tensor | _TensorInStorage":
-        """Return what autograd shall hold for `x`."""
+        """Return the object that autograd keeps for `x`: its position, or `x` if it stays."""
         if not self._is_offloaded(x):
             # a result that held its own node would be a cycle
             return x if x.is_leaf else x.detach()
@@ -157,7 +160,7 @@ class _ModuleStorages:
         return not is_input and not _comes_of_weight(x)
 
     def copy_to_host(self) -> None:
-        """Copy all to the host behind what the current stream has been given.
+        """Start to copy all storages to the host, after the work queued on the current stream.
 
         Raises:
             RuntimeError: a tensor was changed in place after it was saved.
@@ -170,7 +173,7 @@ class _ModuleStorages:
             assert storage.source is not None
             source = storage.source
             if source._version != storage.version:
-                # autograd compares versions of what it holds itself alone
+                # autograd compares only the versions of tensors that it holds itself
                 raise RuntimeError(
                     f"a tensor of shape {tuple(source.shape)} that the backward needs was changed "
                     f"in place: it is at version {source._version}, and was saved at version "
@@ -188,8 +191,7 @@ class _ModuleStorages:
         self._by_key = {}
 
     def free(self) -> None:
-        """Free the device's memory; what the current stream is given from here on waits for the
-        copies."""
+        """Free the device's memory; later work on the current stream waits for the copies."""
         self._wait(self._copied)
         self._copied = None
         for storage in self._alive():
@@ -198,7 +200,7 @@ class _ModuleStorages:
     # -- backward --------------------------------------------------------------------------------
 
     def bytes_of(self, storage: _StorageCopy) -> Tensor:
-        """Return the bytes of a storage on the device, and begin to load the module before."""
+        """Return the bytes of a storage on the device, and start to load the module before it."""
         self.load()
         if (previous := None if self._before is None else self._before()) is not None:
             previous.load()
@@ -209,17 +211,19 @@ class _ModuleStorages:
         return storage.device
 
     def load(self) -> None:
-        """Copy to the device what is not there."""
+        """Start to copy the storages to the device that are not there."""
         storages = [x for x in self._alive() if x.source is None and x.device is None]
         streams, copies = self._offload.streams, self._offload.copies
         if not storages:
             return
         for storage in storages:
             assert storage.host is not None
-            # on the current stream, which frees it: the copies wait for what had this memory
+            # allocated on the current stream, because that frees it; the copies below wait for
+            # that stream, so they cannot overwrite what used this memory before
             num_bytes, device = len(storage.host), self._offload.device
             storage.device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         if streams is not None:
+            # the current stream may still use the memory that the allocator has just handed out
             copies.wait_event(streams.current().record_event())
         for storage in storages:
             assert storage.host is not None and storage.device is not None
@@ -231,7 +235,7 @@ class _ModuleStorages:
             self._loaded = copies.record_event()
 
     def wait_for_copies(self) -> None:
-        """Let what the current stream is given from here on wait for all copies."""
+        """Make later work on the current stream wait for all copies."""
         self._wait(self._copied)
         self._wait(self._loaded)
 

@@ -58,13 +58,13 @@ class SavedTensorRun:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def begin(self) -> None:
-        """Start observing saved tensors."""
+        """Start to observe saved tensors."""
         self._hooks.__enter__()
 
     def end(self) -> None:
-        """Stop observing saved tensors, and drop those that are gone."""
+        """Stop to observe saved tensors, and drop those that no graph holds any more."""
         self._hooks.__exit__()
-        # what only a dropped part of the graph had saved is gone
+        # storages that only a dropped part of the graph had saved
         self._alive = {
             key: tensors
             for key, tensors in self._alive.items()

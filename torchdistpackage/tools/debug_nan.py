@@ -1,7 +1,7 @@
-"""Detection of the first NaN or Inf: rank, module, tensor and step, by hooks on every module.
+"""Detection of the first NaN or Inf by hooks on every module: rank, module, tensor and step.
 
-Backward hooks are on the tensors that a module returns and takes, not on the module: a module hook
-would wrap its outputs, which in-place operations on them refuse.
+Backward hooks are on the tensors that a module takes and returns, not on the module. A backward
+hook on the module would wrap its outputs, and in-place operations refuse wrapped outputs.
 """
 
 import logging
@@ -22,7 +22,9 @@ _log = logging.getLogger(__name__)
 
 
 def check_tensor_inf_nan(inp: Tensor) -> bool:
-    """Return True if every element is finite, as in integers and tensors without elements or data.
+    """Return True if every element of a tensor is finite.
+
+    Integers are, and so are tensors without elements or data.
 
     Raises:
         TypeError: `inp` is no tensor.
@@ -40,7 +42,7 @@ def check_tensor_inf_nan(inp: Tensor) -> bool:
 
 
 def _has_inf_or_nan(x: Tensor, j: object = None) -> bool:
-    """Return True if an element is not finite; a finite tensor whose sum overflows has none.
+    """Return True if an element of `x` is NaN or infinite; its sum may overflow.
 
     j: unused.
     """
@@ -81,8 +83,9 @@ def fwd_hook_wrapper(module_name: str = "") -> Callable[..., None]:
 
 
 def bwd_hook_wrapper(module_name: str = "") -> Callable[..., None]:
-    """Return such a hook for gradients, for `register_full_backward_hook`; it raises on a
-    `grad_input`.
+    """Return a hook for `register_full_backward_hook` that logs gradients that are not finite.
+
+    It raises NonFiniteError if one of them is a `grad_input`.
     """
 
     def check_value(module: nn.Module, grad_input: object, grad_output: object) -> None:
@@ -97,7 +100,7 @@ def bwd_hook_wrapper(module_name: str = "") -> Callable[..., None]:
 class NonFiniteOrigin:
     """The place of one tensor that is not finite.
 
-    step: which forward of the watched model, from 1; its backward counts to it.
+    step: number of the forward of the watched model, from 1; its backward has the same number.
     what: `output`, `grad_output`, `parameter` or `gradient`. path: inside a nested value, or ''.
     inputs_finite: whether all that went into the module was finite; True for parameters.
     """
@@ -120,7 +123,9 @@ class NonFiniteOrigin:
 
 
 class NonFiniteWatch:
-    """The record of `watch_nonfinite`. step: forwards of the model so far. first: the origin."""
+    """The record of `watch_nonfinite`.
+
+    step: number of forwards of the model so far. first: the first tensor that was not finite."""
 
     def __init__(self, model: nn.Module, on_nonfinite: str):
         self.step = 0
@@ -185,7 +190,7 @@ class NonFiniteWatch:
         return look
 
     def _found(self, origin: NonFiniteOrigin) -> None:
-        """Note an origin, and raise if that was asked for."""
+        """Note an origin, and raise NonFiniteError if `on_nonfinite` is `raise`."""
         self.first = self.first or origin
         _log.warning("%s", origin)
         if self._on_nonfinite == "raise":
@@ -198,12 +203,12 @@ class NonFiniteWatch:
 def watch_nonfinite(model: nn.Module, on_nonfinite: str = "raise") -> Generator[NonFiniteWatch]:
     """Check every module's outputs and their gradients inside the block.
 
-    on_nonfinite: `raise` NonFiniteError at the first, or `log` them all. A gradient is named by
-    the module whose output it is of: what came back from its users was not finite.
+    on_nonfinite: `raise` NonFiniteError at the first, or `log` all of them. The module that a
+    gradient is named by is the one that returned the tensor: the gradient came from its users.
 
     Raises:
         TypeError: `model` is no module.
-        ValueError: another action.
+        ValueError: `on_nonfinite` is neither.
         NonFiniteError: in the block; names rank, step, module and tensor.
     """
     if on_nonfinite not in ACTIONS:

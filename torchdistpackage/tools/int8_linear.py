@@ -1,7 +1,7 @@
-"""Replacement of nn.Linear by int8 layers: of bitsandbytes, of bminf, or torch's own for the CPU.
+"""Replacement of nn.Linear by int8 layers of bitsandbytes, bminf, or torch itself (on the CPU).
 
-Each is for inference with fixed weights. What reads a layer's weight itself is left as it is:
-the output projection of nn.MultiheadAttention, and layers that are int8 already.
+All three are for inference with fixed weights. They leave layers that are int8 already, and the
+output projection of nn.MultiheadAttention, because that module reads the layer's weight itself.
 """
 
 import warnings
@@ -75,7 +75,7 @@ def replace_linear_by_int8(model: nn.Module) -> nn.Module:
     if away := [f"{name} on {w.device}" for name, w in layers if w.device.type != "cpu"]:
         raise ValueError(
             f"replace_linear_by_int8: {len(away)} layers are not on the CPU ({away[0]}), where "
-            f"torch's quantised product runs; move the model, or use replace_linear_by_bnb"
+            f"torch's quantised matmul runs; move the model, or use replace_linear_by_bnb"
         )
     if unreal := [f"{name}: {w.dtype}" for name, w in layers if not w.is_floating_point()]:
         raise ValueError(
@@ -142,7 +142,7 @@ class Int8Linear(nn.Module):
         return self._packed[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_packed": None}  # it can neither be copied nor pickled
+        return {**self.__dict__, "_packed": None}  # torch can neither copy nor pickle it
 
 
 def _replace(model: nn.Module, make: Callable[..., nn.Module], int8: type) -> nn.Module:

@@ -1,8 +1,8 @@
 """The bytes of all storages that are alive, counted without an allocator.
 
-A dispatch mode sees each tensor that an operation takes or gives, and a weak reference says when
-its storage is gone. So it counts on a CPU and on fake tensors too; what a kernel has for itself it
-does not see.
+A dispatch mode sees each tensor that an operation takes or returns, and a weak reference tells when
+its storage is freed. So the count works on a CPU and on fake tensors too. It does not see memory
+that a kernel allocates for itself.
 """
 
 import weakref
@@ -23,9 +23,9 @@ Sizes = dict[int, int]
 
 
 class LiveBytes(TorchDispatchMode):
-    """A count of the bytes of all storages that operations have met and that are alive.
+    """A count of the bytes of all living storages that an operation has taken or returned.
 
-    peak, at_peak: the most since `reset`, and the storages then.
+    peak, at_peak: the most bytes since `reset`, and the storages at that moment.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def counting(self) -> Generator[None]:
-        """Count inside the block, also where a storage is resized in place."""
+        """Count inside the block; it also sees a storage that is resized in place."""
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:

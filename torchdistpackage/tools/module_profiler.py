@@ -1,9 +1,10 @@
 """Time and retained activation memory of every module, level by level.
 
-Forward times are of the module's call. Backward times are summed over the autograd nodes that the
-call made, found by their sequence numbers, so that no module needs a backward hook, which in-place
-operations refuse. Memory is what the module keeps for its backward: on the CPU the storages that
-autograd saved, on CUDA the growth of `memory_allocated` without outputs that replace inputs.
+A forward time is the time of the module's call. A backward time is the sum over the autograd nodes
+that the call made. It finds them by their sequence numbers, so that no module needs a backward
+hook, which in-place operations refuse. Memory is what the module keeps for its backward: on the CPU
+the storages that autograd saved, on CUDA the growth of `memory_allocated` without outputs that
+replace inputs.
 """
 
 import threading
@@ -35,7 +36,7 @@ _handles: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 
 @dataclass(eq=False)
 class _Call:
-    """A call of a module. seq: autograd's counter, at its start and end."""
+    """A call of a module. seq: autograd's sequence number at its start and end."""
 
     name: str
     module: nn.Module
@@ -172,7 +173,7 @@ def fwd_pre_hook_wrapper(module_name: str = "root", infos: Infos = _NEW) -> Call
 
     def begin_fwd_profile(module: nn.Module, *args: object) -> None:
         if torch._C._current_graph_task_id() != -1:
-            return  # a checkpoint recomputes: that is time of the backward
+            return  # a checkpoint recomputes this forward: its time belongs to the backward
         run: _ProfileRun | None = getattr(_thread, "run", None)
         if run is not None and run.open and run.open[0].module is module:
             run.abandon()
@@ -205,10 +206,10 @@ def fwd_hook_wrapper(module_name: str = "root", infos: Infos = _NEW) -> Callable
 def register_profile_hooks(model: nn.Module, infos: Infos = _NEW) -> Infos:
     """Profile every later forward and backward of `model`; return the dict to be filled.
 
-    infos: filled in place and returned; by default a new one. Entries are of the last forward.
-    Times are exact to what the hooks cost, some 20 microseconds a module and 3 an autograd node; on
-    CUDA every module waits for the device. `remove_profile_hooks(model)` ends it, and so does
-    registering again.
+    infos: filled in place and returned; default: a new dict. Its entries are of the last forward.
+    The hooks cost about 20 microseconds a module and 3 an autograd node, which times include; on
+    CUDA every module waits for the device. Call `remove_profile_hooks(model)` to end it; to
+    register again ends it too.
 
     Raises:
         TypeError: `model` is no module.
@@ -245,11 +246,11 @@ def get_model_profile(
 ) -> Infos:
     """Profile one call `model(*args, **kwargs)` after a warm-up, and print the report.
 
-    The backward is of the sum of all outputs. Gradients, buffers, random states and hooks of the
-    model are afterwards what they were.
+    It runs the backward of the sum of all outputs. Afterwards it restores the gradients, buffers,
+    random states and hooks of the model.
 
-    sort, topn, max_depth, min_mem: see `report_prof`. repeats: times are the shortest of so many
-        calls. show: False prints nothing.
+    sort, topn, max_depth, min_mem: as in `report_prof`. repeats: number of calls to measure; it
+        reports their shortest times. show: False prints nothing.
 
     Raises:
         TypeError: `model` is no module, or `args` no tuple.
@@ -288,7 +289,7 @@ def _differentiated(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 
 
 def take_shorter(infos: Infos, others: Infos) -> None:
-    """Give each entry of `infos` the shorter times of both; new entries are added."""
+    """Replace the times in `infos` by shorter ones of `others`; add entries that `infos` lacks."""
     for name, entry in others.items():
         best = infos.setdefault(name, entry)
         for key in ("fwd_time", "bwd_time"):
@@ -305,8 +306,9 @@ def report_prof(
 ) -> None:
     """Print memory and times of the modules, level by level; `root` is level 0.
 
-    sort: most MB a ms of forward first, at most `topn` a level (a negative number: all), without
-        modules under `min_mem` MB. False: all, in order of their ends. max_depth: last level.
+    sort: True: first those that keep most MB for each ms of forward, at most `topn` a level (all if
+        it is negative), without modules under `min_mem` MB. False: all, in the order in which they
+        end. max_depth: the last level to print.
     """
     levels: dict[int, list[str]] = {}
     for name in infos:
@@ -330,7 +332,7 @@ sort_mem_time_ratio = report_prof
 
 
 def get_level(name: str) -> int:
-    """Return the depth of a module: 0 for root; numbers in a name, as of layers, are no level."""
+    """Return the depth of a module, 0 for `root`; a number in a name is no level of its own."""
     if name == "root":
         return 0
     _, *rest = name.split(".")

@@ -16,8 +16,8 @@ def replace_all_module(
 ) -> nn.Module:
     """Replace, in place, every module that `if_replace_hook(name, module)` picks.
 
-    A module that stands at several places stays one: it is replaced at all of them, by one new
-    module, if it is picked at any. The children of a replaced module are not asked about.
+    A module that has several parents is replaced in all of them, by one new module, if it is picked
+    in any. The hook is not called for children of a replaced module.
 
     Returns the model: `model` itself, or what replaces it where the root is picked.
 
@@ -32,7 +32,7 @@ def replace_all_module(
         return _new("", model, get_new_module)
     places: list[tuple[nn.Module, str, nn.Module]] = []
     _places(model, picked, places, set())
-    # all new modules first: a maker that fails leaves the model as it was
+    # make all new modules first: if one fails, the model is as it was
     old_modules = {id(old): old for _, _, old in places}
     new = {key: _new(picked[key][0], old, get_new_module) for key, old in old_modules.items()}
     for parent, name, old in places:

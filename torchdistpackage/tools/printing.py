@@ -27,5 +27,5 @@ def _restore() -> None:
 
 
 def emit(text: str) -> None:
-    """Print `text` with the `print` of the moment, which may be silent on this rank."""
+    """Print `text` with the current `print`, which may be silent on this rank."""
     builtins.print(text)  # noqa: T201  # what the caller asked for

@@ -66,9 +66,9 @@ def nvtx_decorator(func: Callable[P, R]) -> Callable[P, R]:
 class NVTXContext(ContextDecorator):
     """A named range around a block or a decorated function.
 
-    record_time: also print how long it took, in seconds; CUDA is waited for at both ends.
-    start_time, exit_time: of the block that ended last, in seconds since the epoch; None before, or
-        without record_time. One object may be entered again inside itself.
+    record_time: also print how many seconds the block took; it waits for CUDA at both ends.
+    start_time, exit_time: when the last block began and ended, in seconds since 1970; None before
+        the first, or without record_time. One object may be entered again inside itself.
 
     Raises:
         TypeError: `context_name` is no text.
@@ -77,7 +77,7 @@ class NVTXContext(ContextDecorator):
     def __init__(self, context_name: str, record_time: bool = False):
         if not isinstance(context_name, str):
             kind = type(context_name).__name__
-            raise TypeError(f"NVTXContext: a range needs a text as its name, got a {kind}")
+            raise TypeError(f"NVTXContext: the name is a {kind}; pass a str")
         self.context_name, self.record_time = context_name, record_time
         self.start_time: float | None = None
         self.exit_time: float | None = None
@@ -126,10 +126,9 @@ def cu_prof_start() -> None:
 
 
 def cu_prof_stop() -> profile | None:
-    """Stop the profiler, and on the CPU return the profile, whose `export_chrome_trace(path)`
-    writes a file.
+    """Stop the profiler; on the CPU return the profile, which `export_chrome_trace(path)` writes.
 
-    The program goes on; end it yourself where that is wanted.
+    The program goes on.
 
     Raises:
         RuntimeError: CUDA refused, or no profile of the CPU is running.

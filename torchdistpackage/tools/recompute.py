@@ -1,10 +1,9 @@
-"""Choice of the modules to checkpoint for a memory limit, from a profile; and checkpointing by
-name.
+"""Checkpointing of modules by name, and the choice of modules for a memory limit, from a profile.
 
-Of the modules of a model a set is chosen in which none is inside another: the one that costs the
-least forward time among those that free enough. That is a knapsack problem on the tree of modules:
-the sets of a module are itself, or sets of its children joined; of all sets only those stay that
-free more than any cheaper one.
+The choice is a set of modules, none inside another, that frees enough memory and costs the least
+forward time. That is a knapsack problem on the tree of modules. The candidate sets of a module are
+the module itself, and unions of sets of its children; a set stays only if every cheaper one frees
+less.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,19 +17,20 @@ from torch.utils.checkpoint import checkpoint
 from torchdistpackage.errors import ConfigError
 
 Profile = Mapping[str, Mapping[str, Any]]
-"""A profile as `get_model_profile` returns it. In one written by hand `fwd_time` and `fwd_mem` are
-enough."""
+"""A profile as `get_model_profile` returns it; one written by hand needs only `fwd_time` and
+`fwd_mem`."""
 
 _MB_PER_GB = 1e3
 _MOST_SETS, _MOST_JOINED = 1500, 300_000
-"""A longer list of sets is thinned: one stays for each 1/1500 of what all modules free; of a part
-whose sets would join to too many, one for each 1/200 of what the part frees."""
+"""Largest number of sets, and of unions of sets, to consider. A longer list is thinned to one set
+for each 1/1500 of the memory that all modules free; where a module would have more unions, to one
+for each 1/200 of what it frees."""
 
 
 class RecomputePlan(tuple[str, ...]):
     """The names of the modules to checkpoint, in the profile's order.
 
-    memory_gb: activations kept in a forward then. time_ms: forward time spent once more.
+    memory_gb: activations that a forward then keeps. time_ms: forward time that is spent twice.
     """
 
     memory_gb: float
@@ -58,11 +58,11 @@ def propose_recompute(
 ) -> RecomputePlan:
     """Return the modules to checkpoint so that one forward keeps at most `memory_gb` (1e9 bytes).
 
-    Least forward time first; of sets that cost alike, the one that frees most. Counted are the
-    activations kept until the backward; while it recomputes a module, that module's own come on
-    top. Modules whose forward changes buffers (BatchNorm) stay as they are.
+    It chooses the set that costs the least forward time, and among equals the one that frees most.
+    It counts the activations kept until the backward; while the backward recomputes a module, it
+    also needs that module's own. Modules whose forward changes buffers (BatchNorm) are not chosen.
 
-    candidates: which module names may be chosen; by default all but the root.
+    candidates: names of modules that may be chosen; default: all but the root.
 
     Raises:
         ConfigError: the limit is no positive number, the profile is empty or not of a forward with
@@ -103,8 +103,8 @@ def propose_recompute(
         least = total - max(freed for freed, _, _ in sets)
         raise ConfigError(
             f"propose_recompute: {memory_gb:g} GB are too little: activations take "
-            f"{total / _MB_PER_GB:.4g} GB, and {least / _MB_PER_GB:.4g} GB with everything "
-            f"recomputed that can be; allow that much, or use smaller batches"
+            f"{total / _MB_PER_GB:.4g} GB, and {least / _MB_PER_GB:.4g} GB if every module that "
+            f"can be is recomputed; allow that much, or use smaller batches"
         )
     freed, time_ms, names = min(enough, key=lambda s: (s[1], -s[0]))
     chosen = set(_flat(names))
@@ -141,9 +141,7 @@ class _ModuleTree:
 def _sets(
     tree: _ModuleTree, names: Sequence[str], may: Callable[[str], bool], step: float
 ) -> list[_Set]:
-    """Return the sets of modules among `names` and inside them that are worth considering, cheapest
-    first.
-    """
+    """Return the sets worth considering of modules among and inside `names`, cheapest first."""
     sets: list[_Set] = [(0.0, 0.0, ())]
     for name in names:
         own_sets = _sets(tree, tree.children[name], may, step)
@@ -159,9 +157,7 @@ def _sets(
 
 
 def _worth(sets: list[_Set], step: float) -> list[_Set]:
-    """Return the sets that free more than every cheaper one, at most one per `step` if there are
-    many.
-    """
+    """Return the sets that free more than every cheaper one; if there are many, one per `step`."""
     best: list[_Set] = []
     for candidate in sorted(sets, key=lambda s: (s[1], -s[0])):
         if not best or candidate[0] > best[-1][0]:
@@ -170,7 +166,7 @@ def _worth(sets: list[_Set], step: float) -> list[_Set]:
 
 
 def _thinned(best: list[_Set], step: float) -> list[_Set]:
-    # the cheapest in each interval of freed memory that reaches its start, and the very last
+    # the cheapest set that reaches the start of each interval of freed memory, and the very last
     """Return the cheapest set in each interval `step` of freed memory, and the very last."""
     return [*(a for a, b in pairwise(best) if a[0] // step != b[0] // step), best[-1]]
 

@@ -1,7 +1,7 @@
 """Runs of a model that leave no trace.
 
-What is measured, validated or done again must not change the run around it: the same random numbers
-are drawn afterwards, running statistics and gradients are as before, and modes are restored.
+A measurement, validation or trial must not change the run around it: afterwards the same random
+numbers follow, and running statistics, gradients and modes are as before.
 
     keep_random_states      random states of the CPU and of GPUs
     in_eval                 the modes of modules
@@ -29,7 +29,7 @@ def keep_random_states(*devices: torch.device) -> Iterator[None]:
 
 @contextmanager
 def in_eval(*modules: nn.Module) -> Iterator[None]:
-    """Put these modules in `eval()` inside the block, and restore the modes of all their parts."""
+    """Put these modules in `eval()` inside the block; restore the mode of each afterwards."""
     modes = [(part, part.training) for module in modules for part in module.modules()]
     try:
         for module in modules:
@@ -44,11 +44,10 @@ def in_eval(*modules: nn.Module) -> Iterator[None]:
 def undisturbed(*modules: nn.Module, gradients_of: Iterable[Tensor] = ()) -> Iterator[None]:
     """Restore random states and the buffers of `modules` after the block.
 
-    A buffer is the same tensor with the same values again, also where a forward has put another one
-    in its place.
+    Each buffer is the same tensor with the same values again, even if a forward replaced it.
 
-    gradients_of: parameters whose `.grad` is afterwards the object of before. Its values are not
-        restored, so set it to None inside.
+    gradients_of: parameters to give back the same `.grad` object. It does not restore values of
+        gradients, so set `.grad` to None inside the block.
     """
     gradients = [(p, p.grad) for p in gradients_of]
     buffers = [

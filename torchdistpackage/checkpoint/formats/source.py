@@ -18,7 +18,7 @@ Described = tuple[str, tuple[int, ...]]
 class TensorSource:
     """Named tensors that can be read one at a time.
 
-    tensors: dtype and shape of each, by name. read: returns the tensor of a name.
+    tensors: dtype and shape of each tensor, by name. read: returns a tensor by name.
     step, tokens, facts: as in the manifest of the run's checkpoint.
     """
 

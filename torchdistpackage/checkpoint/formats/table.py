@@ -1,7 +1,7 @@
 """The formats of other libraries that checkpoints are converted to and from, a row each. No torch.
 
-From a row follow the values of `tdp checkpoint export --to` and `import --from`, what is called,
-and the table of docs/checkpoints.md (scripts/docs).
+A row determines the values of `tdp checkpoint export --to` and `import --from`, the functions they
+call, and the table of docs/checkpoints.md (scripts/docs).
 """
 
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ from torchdistpackage.text import markdown_table
 class FormatSpec:
     """One format.
 
-    write: "module:function" that writes a `TensorSource` to a path; "" if nothing does.
-    read: "module:function" that reads a `TensorSource` from a path; "" if nothing does.
-    is_model: it is written from the model of a run, as `tdp export` does, and `write` is "".
-    target: what `export` makes, in docs/checkpoints.md. source: what `import` reads, there.
+    write: "module:function" that writes a `TensorSource` to a path; "" if none does.
+    read: "module:function" that reads a `TensorSource` from a path; "" if none does.
+    is_model: the export is of a run's model, as by `tdp export`; `write` is "" then.
+    target, source: the texts in docs/checkpoints.md about what `export` writes and `import` reads.
     """
 
     name: str
