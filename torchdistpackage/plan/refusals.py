@@ -1,8 +1,8 @@
 """Refuse a run before its folder is touched and a rank starts. No torch.
 
-The process that starts a run (train/job.py) refuses in this order, each thing once, what costs
-little first. What 1 to 4 find is listed together (config/all_problems.py), except for texts, which
-take long to read:
+The process that starts a run (train/job.py), or rank 0 of a launcher, refuses in this order, each
+thing once, what costs little first. What 1 to 4 find is listed together (config/all_problems.py),
+except for texts, which take long to read:
 
 1. keys of the file, and rules that join keys: config/load.py
 2. the number of ranks: `fitted` (elastic.py); what a model cannot do: `make_plan`, which calls

@@ -9,13 +9,14 @@ import errno
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from torchdistpackage.checkpoint.commit import latest, step_of
 from torchdistpackage.config.all_problems import ProblemCollector
 from torchdistpackage.config.elastic import goes_on_without_nodes
 from torchdistpackage.config.errors import ConfigErrors
-from torchdistpackage.config.load import load, load_draft
+from torchdistpackage.config.load import Draft, load_draft
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.config.types import MAX_PROCS
 from torchdistpackage.data.tokens.template_date import with_template_date
@@ -95,8 +96,7 @@ def launch(path: str, overrides: list[str], resume: str = "auto") -> int:
         return start_ranks(path, overrides, resume)
     if os.environ.get("TDP_BATCH"):
         appears(Path(path))  # `tdp submit` wrote it on another node, perhaps just now
-    config = load(path, overrides, rendezvous.world_size)
-    config = fitted(config, rendezvous.world_size, path)
+    config = _checked_rank(path, overrides, rendezvous, resume)
     if rendezvous.source == "slurm":
         return watch_rank(config, rendezvous, resume)
     if attempt_id(os.environ) != "local":
@@ -186,30 +186,66 @@ def _checked(path: str, overrides: list[str], resume: str) -> tuple[RunConfig, P
         ConfigError: lists all that is wrong with the file, the plan and the files that it names.
     """
     draft = load_draft(path, overrides)
-    collector = ProblemCollector(draft, path)
 
-    def planned() -> tuple[RunConfig, Plan]:
+    def planned() -> Plan:
         num_procs = local_procs(draft.config)
         config = fitted(draft.config, num_procs, path)
         if num_procs > MAX_PROCS:
             text = f"{num_procs:,} processes on this machine, where {MAX_PROCS:,} are allowed; "
             raise ConfigErrors(path, [config.problem("parallel", text + "submit a job instead")])
-        return config, make_plan(config, num_procs, path, bad=draft.bad)
+        return make_plan(config, num_procs, path, bad=draft.bad)
+
+    plan, resume_from = _all_checked(draft, path, resume, planned)
+    config = with_template_date(fitted(draft.config, plan.world_size, path), resume_from)
+    refuse_texts(config, path)
+    return config, plan, resume_from
+
+
+def _checked_rank(
+    path: str, overrides: list[str], rendezvous: Rendezvous, resume: str
+) -> RunConfig:
+    """Return the run of a rank that a launcher started.
+
+    Rank 0 makes all checks before it imports torch; the others only those of the file, and all of
+    them if the file is wrong, so that each rank reports the same.
+
+    Raises:
+        ConfigError: lists all that is wrong with the file, the plan and the files that it names.
+    """
+    num_ranks = rendezvous.world_size
+    draft = load_draft(path, overrides, num_ranks)
+
+    def planned() -> Plan:
+        config, per_node = fitted(draft.config, num_ranks, path), rendezvous.ranks_per_node
+        return make_plan(config, num_ranks, path, ranks_per_node=per_node, bad=draft.bad)
+
+    if rendezvous.rank == 0 or draft.problems:
+        _all_checked(draft, path, resume, planned)
+    return fitted(draft.config, num_ranks, path)
+
+
+def _all_checked(
+    draft: Draft, path: str, resume: str, planned: Callable[[], Plan]
+) -> tuple[Plan, str]:
+    """Return the plan that `planned` makes of a run, and the meaning of `resume`.
+
+    Raises:
+        ConfigError: lists all that is wrong with the file, the plan and the files that it names.
+    """
+    collector = ProblemCollector(draft, path)
 
     def resumed() -> str:
         files = RunDir(draft.config.run.folder.absolute())
         return resume_of(files, _this_start(files, 0), resume)
 
-    run = collector.run("the plan", plan_keys(draft.config), planned)
+    plan = collector.run("the plan", plan_keys(draft.config), planned)
     resume_from = collector.run("--resume", ("run.dir", "run.name"), resumed)
     check_files(collector, draft.config, path, code_folder(os.environ))
     if read_at_start(draft.config):  # it takes long, so it waits for all that takes little
         collector.note("not read until this is mended: the texts")
     collector.finish()
-    assert run is not None and resume_from is not None, "finish raises what they refuse"
-    config = with_template_date(run[0], resume_from)
-    refuse_texts(config, path)
-    return config, run[1], resume_from
+    assert plan is not None and resume_from is not None, "finish raises what they refuse"
+    return plan, resume_from
 
 
 # -- a task of srun, which forks its rank and watches over it ------------------------------------
