@@ -46,8 +46,10 @@ def rooms_of(folder: Path) -> list[DiskRoom]:
     except OSError:
         return []
     num_files = stats.f_favail if stats.f_files else None  # some file systems make inodes as needed
-    own = DiskRoom(f"the file system of {folder}", stats.f_bavail * stats.f_frsize, num_files)
-    return [own, *_quotas(folder)]
+    file_system = DiskRoom(
+        f"the file system of {folder}", stats.f_bavail * stats.f_frsize, num_files
+    )
+    return [file_system, *_quotas(folder)]
 
 
 def shortage(folder: Path, num_bytes: int, num_files: int) -> str:

@@ -205,20 +205,20 @@ def make_folder(folder: Path, *, mode: int = 0o777) -> list[Path]:
         OSError: one cannot be made; then none is left.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()] or [folder]
-    made: list[Path] = []
+    created: list[Path] = []
     try:
         for path in reversed(missing):
             try:
                 path.mkdir(mode if path == folder else 0o777)
-                made.insert(0, path)
+                created.insert(0, path)
             except FileExistsError:
                 # another process has made it meanwhile, perhaps on another node
                 if not appears(path) or not path.is_dir():
                     raise
     except OSError:
-        remove_empty(made)
+        remove_empty(created)
         raise
-    return made
+    return created
 
 
 def remove_empty(folders: list[Path]) -> None:

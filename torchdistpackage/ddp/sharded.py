@@ -63,15 +63,15 @@ class ParamPartition:
 
     bounds: rank i of `spec.group` owns elements bounds[i] to bounds[i + 1] of the parameter
         flattened in memory order; all zero if it is frozen.
-    mine: the inner optimizer's tensor, as `ParamShard.tensor`; None if this rank owns nothing.
-    master: `mine` is a copy in another dtype, not memory of the parameter.
+    own_tensor: the inner optimizer's tensor, as `ParamShard.tensor`; None if this rank owns nothing.
+    master: `own_tensor` is a copy in another dtype, not memory of the parameter.
 
     Nothing here reads an element of the parameter, which may not be gathered.
     """
 
     spec: ParamSpec
     bounds: tuple[int, ...]
-    mine: nn.Parameter | None
+    own_tensor: nn.Parameter | None
     whole: bool = False
     master: bool = False
 

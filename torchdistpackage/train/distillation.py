@@ -87,22 +87,23 @@ _NONE = _LogitsBlock(range(0), range(0))
 
 @dataclass(frozen=True)
 class TeacherMembers:
-    """The ranks that send each other samples and logits where a teacher has degrees of its own.
+    """The ranks that exchange samples and logits if a teacher has degrees of its own.
 
-    Its rows are those of all data indices of the model in `group`, and the teacher's data indices
-    there share them evenly.
+    A micro-batch of the teacher joins the rows of all data indices of the model in `group`, and the
+    teacher's data indices there share them evenly.
 
-    givers: index in the group of a rank with the inputs of each data index. own: this rank's rows
-    in the teacher. wanted, made: by index in the group, the logits that the rank needs in the
-    model, and those that it has in the teacher. shape: of the inputs of a microbatch (B, S).
-    num: of microbatches. is_aligned: each rank has the same stage of both.
+    givers: for each data index, the index in the group of a rank with its inputs. own_rows: this
+    rank's rows in the teacher. wanted, computed: by index in the group, the logits that the rank
+    needs for the model, and those that it computes with the teacher. shape: the shape (B, S) of the
+    inputs of a micro-batch. num: number of micro-batches. is_aligned: each rank has the same stage
+    of model and teacher.
     """
 
     group: Group
     givers: Sequence[int]
-    own: range
+    own_rows: range
     wanted: Sequence[_LogitsBlock]
-    made: Sequence[_LogitsBlock]
+    computed: Sequence[_LogitsBlock]
     shape: tuple[int, int]
     num: int
     is_aligned: bool
@@ -138,7 +139,7 @@ class TeacherMembers:
             block(mesh, x, model, size, indices) if mesh.index(x, "pipe") == last else _NONE
             for x in ranks
         ]
-        made = [
+        computed = [
             block(teacher_mesh, x, teacher_logits, share, replicas)
             # with whole rows on all tensor ranks the first of them sends its own
             if teacher_mesh.index(x, "pipe") == teacher_last
@@ -154,46 +155,49 @@ class TeacherMembers:
             [places.index((index, stage)) for index in indices],
             range(at, at + share),
             wanted,
-            made,
+            computed,
             (size, plan.shape.seq_len),
             plan.schedule.num_microbatches,
             is_aligned,
         )
 
     def gathered(self, rows: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
-        """Return microbatches with this rank's rows in the teacher, of those that each rank has
-        in the model (B, S); on all ranks of the group.
+        """Return micro-batches of the teacher's rows on this rank, gathered from the model's rows.
+
+        All ranks of the group call it.
         """
         if rows:
-            own = torch.stack(list(rows))
+            own_inputs = torch.stack(list(rows))
         elif self.is_aligned:  # no rank of this stage has any
             return ()
         else:
-            own = torch.zeros(self.num, *self.shape, dtype=torch.int64, device=device)
-        every = primitives.all_gather(own.flatten(0, 1), self.group)
-        by_rank = every.view(len(self.made), self.num, *self.shape)[list(self.givers)]
+            own_inputs = torch.zeros(self.num, *self.shape, dtype=torch.int64, device=device)
+        every = primitives.all_gather(own_inputs.flatten(0, 1), self.group)
+        by_rank = every.view(len(self.computed), self.num, *self.shape)[list(self.givers)]
         joined = by_rank.transpose(0, 1).flatten(1, 2)
-        return list(joined[:, self.own.start : self.own.stop])
+        return list(joined[:, self.own_rows.start : self.own_rows.stop])
 
     def exchanged(self, logits: Tensor | None, like: Tensor) -> Tensor:
-        """Return the logits (B, S, columns) that this rank needs in the model, of those that it
-        has in the teacher; empty where it needs none. like: an empty tensor of their type.
+        """Return the teacher's logits (B, S, columns) for the model's rows and columns on this rank.
+
+        They are empty if this rank needs none. logits: those that it has computed; None: none.
+        like: an empty tensor of their type.
         """
-        own_made, own_wanted = self.made[self.group.rank()], self.wanted[self.group.rank()]
+        own_computed, own_wanted = self.computed[self.group.rank()], self.wanted[self.group.rank()]
         sent, lengths, sizes = [like], list[int](), list[int]()
         length = self.shape[1]
-        for wanted, made in zip(self.wanted, self.made, strict=True):
-            rows, columns = wanted.within(own_made)
+        for wanted, computed in zip(self.wanted, self.computed, strict=True):
+            rows, columns = wanted.within(own_computed)
             part = like if logits is None else logits[rows, :, columns].flatten()
             sent.append(part)
             lengths.append(len(part))
-            num_rows, num_columns = own_wanted.num_shared(made)
+            num_rows, num_columns = own_wanted.num_shared(computed)
             sizes.append(num_rows * length * num_columns)
         received = primitives.all_to_all(torch.cat(sent), self.group, lengths, sizes)
         number, width = len(own_wanted.rows), len(own_wanted.columns)
         result = received.new_empty(number, length, width)
-        for made, part in zip(self.made, received.split(sizes), strict=True):
-            rows, columns = made.within(own_wanted)
+        for computed, part in zip(self.computed, received.split(sizes), strict=True):
+            rows, columns = computed.within(own_wanted)
             shape = rows.stop - rows.start, length, columns.stop - columns.start
             result[rows, :, columns] = part.view(shape)
         return result
@@ -311,8 +315,10 @@ class TeacherLoss(DistillLoss):
             # float32, as ranks without logits of the teacher do not know their type
             like = torch.zeros(0, dtype=_wide(self._teacher), device=device)
             for m in range(members.num):
-                own = by_microbatch.get(m)
-                by_microbatch[m] = members.exchanged(None if own is None else own.to(like), like)
+                own_logits = by_microbatch.get(m)
+                by_microbatch[m] = members.exchanged(
+                    None if own_logits is None else own_logits.to(like), like
+                )
 
         def divergence(logits: Tensor, m: int) -> Tensor:
             return vocab_parallel_divergence(

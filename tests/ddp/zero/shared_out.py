@@ -93,16 +93,16 @@ class ByHand(ShardedOptimizerBase):
         held = ParamPartition(spec, bounds, None, whole, master=p.dtype != torch.float64)
         if start < stop:
             values = p.detach().clone() if whole else held.flat(p.detach())[start:stop].clone()
-            held = replace(held, mine=nn.Parameter(values.double()))
+            held = replace(held, own_tensor=nn.Parameter(values.double()))
         return held
 
     @torch.no_grad()
     def step(self, closure=None):
         for held in (h for members in self.partitions for h in members):
             grad, (start, stop) = held.spec.parameter.grad, held.range
-            if held.mine is not None and grad is not None:
+            if held.own_tensor is not None and grad is not None:
                 mine = grad if held.whole else held.flat(grad)[start:stop]
-                held.mine.grad = mine.to(held.mine.dtype)
+                held.own_tensor.grad = mine.to(held.own_tensor.dtype)
         self.inner.step()
         for held in (h for members in self.partitions for h in members):
             if held.bounds[-1]:
@@ -112,8 +112,8 @@ class ByHand(ShardedOptimizerBase):
         p = held.spec.parameter
         flat = torch.zeros(p.numel(), dtype=torch.float64)
         start, stop = held.range
-        if held.mine is not None:
-            flat[start:stop] = held.flat(held.mine) if held.whole else held.mine
+        if held.own_tensor is not None:
+            flat[start:stop] = held.flat(held.own_tensor) if held.whole else held.own_tensor
         return held.shaped(start_all_gather_v(flat, held.bounds, held.spec.group).wait())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -123,10 +123,10 @@ class ByHand(ShardedOptimizerBase):
     @torch.no_grad()
     def refresh_masters(self) -> None:
         for held in (h for members in self.partitions for h in members):
-            if held.mine is not None and held.master:
+            if held.own_tensor is not None and held.master:
                 start, stop = held.range
                 value = held.spec.parameter
-                held.mine.copy_(value if held.whole else held.flat(value)[start:stop])
+                held.own_tensor.copy_(value if held.whole else held.flat(value)[start:stop])
 
 
 def assert_same(a: object, b: object, where: str = "") -> None:

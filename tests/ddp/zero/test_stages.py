@@ -143,8 +143,8 @@ def choosing(options: dict) -> None:
     zero = compare(chosen, world(), run=run, **options)
     untouched = {id(p) for p in zero._module.never.parameters()}
     for held in (held for members in zero.partitions for held in members):
-        if held.mine is not None and id(held.spec.parameter) in untouched:
-            assert held.mine not in zero.state, "nobody used it, so it has no state"
+        if held.own_tensor is not None and id(held.spec.parameter) in untouched:
+            assert held.own_tensor not in zero.state, "nobody used it, so it has no state"
 
 
 @pytest.mark.few(1)

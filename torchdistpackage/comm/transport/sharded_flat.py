@@ -62,8 +62,8 @@ def start_all_gather_v(
 
     Until `wait()` returns, leave `flat` alone and keep its memory.
 
-    wire_dtype: the float dtype in which slices travel; mine is rounded to it in `wait()`, so that
-        all ranks end with equal numbers.
+    wire_dtype: the float dtype in which slices travel; `wait()` rounds this rank's own slice to it
+        too, so that all ranks end with equal numbers.
 
     Raises:
         CommError: flat, bounds or wire_dtype do not fit, or the backend failed.
@@ -76,8 +76,8 @@ def prepost_reduce_scatter_v(
 ) -> Callable[[], Work]:
     """Post the receives of `start_reduce_scatter_v`; calling the result once starts it.
 
-    `flat` is read and written from the start on. All ranks announce and start these calls in one
-    order; a call that is not started must be dropped by all.
+    The start begins to read and write `flat`. All ranks make these calls in one order, and start
+    them in one order; a call that one rank does not start, all must drop.
     """
     if group.size() == 1:
         return partial(Work, flat)
@@ -105,23 +105,24 @@ def prepost_all_gather_v(
     group: Group,
     *,
     wire_dtype: torch.dtype | None = None,
-    mine: Tensor | None = None,
+    own_shard: Tensor | None = None,
 ) -> Callable[[], Work]:
     """Post the receives of `start_all_gather_v`; calling the result once starts it.
 
-    From here on what others own of `flat` may be overwritten, so its memory must stay. All ranks
-    expect in the same order, and start what they expect in one order too; one that is not started
-    must be dropped by all.
-    mine: where the start finds my elements if not in `flat`, of another float dtype perhaps; they
-        are in `flat` too after `wait()`.
+    From here on other ranks' elements of `flat` may be overwritten, so keep its memory. All ranks
+    make these calls in one order, and start them in one order; a call that one rank does not start,
+    all must drop.
+
+    own_shard: this rank's elements, if `flat` does not hold them yet; perhaps in another float
+        dtype. After `wait()` they are in `flat` too.
     """
     if group.size() == 1:
-        return partial(Work, flat) if mine is None else partial(_set, flat, bounds, mine)
+        return partial(Work, flat) if own_shard is None else partial(_set, flat, bounds, own_shard)
     cut = _FlatShards("gather", flat, to_bytes(flat), bounds, group, wire_dtype)
 
     def issue(full: Tensor, parts: list[Tensor], *, group: Group, async_op: bool) -> dist.Work:
         call, out = (gather_into, full) if cut.even else (dist.all_gather, parts)
-        return call(out, cut.rounded(parts, mine), group=group, async_op=async_op)
+        return call(out, cut.rounded(parts, own_shard), group=group, async_op=async_op)
 
     def start() -> Work:
         full, parts, finish = cut.buffers()
@@ -132,7 +133,7 @@ def prepost_all_gather_v(
     _, parts, finish = cut.buffers()
     tag = expected_tag(EXPECTED_GATHERED, group)
     works = post_receives(parts, group, tag, cut.down)
-    sent = lambda: [cut.rounded(parts, mine)] * len(parts)  # noqa: E731
+    sent = lambda: [cut.rounded(parts, own_shard)] * len(parts)  # noqa: E731
     return partial(cut.start, "all_gather", finish, _post, works, sent, cut.down, tag)
 
 

@@ -44,8 +44,10 @@ class ShardedWeights:
             bounds = even_bounds(at, group.size(), dtype.itemsize)
             layout = FlatLayout(tuple(members), tuple(offsets), tuple(bounds))
             # a master in the weights' own type, as no small update is added to it
-            own = replace(options, master_dtype=dtype)
-            self._buckets.append(ParamBuffer(layout, own, on_read=WeakMethod(self._on_read)))
+            frozen_options = replace(options, master_dtype=dtype)
+            self._buckets.append(
+                ParamBuffer(layout, frozen_options, on_read=WeakMethod(self._on_read))
+            )
         self._coordinator = ParamCoordinator(module, self._buckets, keeps=False)
 
     def _on_read(self, parameters: ParamBuffer) -> None:

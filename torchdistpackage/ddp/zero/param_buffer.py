@@ -110,7 +110,7 @@ class ParamBuffer:
         self.arrive()
         layout, own_slice = self.layout, self.master if self._sends_master else None
         self._start_gather = prepost_all_gather_v(
-            self.flat, layout.bounds, layout.group, wire_dtype=self._wire_dtype, mine=own_slice
+            self.flat, layout.bounds, layout.group, wire_dtype=self._wire_dtype, own_shard=own_slice
         )
 
     def send(self) -> None:

@@ -33,7 +33,7 @@ class ShardedOptimizerBase(Optimizer):
         self.__setstate__({})
         for group, members in zip(inner.param_groups, self.partitions, strict=True):
             group["params"][:] = [
-                partition.mine for partition in members if partition.mine is not None
+                partition.own_tensor for partition in members if partition.own_tensor is not None
             ]
         if initial["state"]:  # Adagrad has state from the start, and others may have loaded some
             inner.state.clear()

@@ -102,7 +102,7 @@ class StateSaver:
         states: list[State] = []
         for partition, state in self._matched(state_dict):
             _check(partition, state)
-            relevant = state if partition.mine is not None else {}
+            relevant = state if partition.own_tensor is not None else {}
             states.append({key: _part(partition, key, value) for key, value in relevant.items()})
         self._load(state_dict, states)
 
@@ -116,17 +116,17 @@ class StateSaver:
     def _ranges(self) -> dict[int, tuple[int, int]]:
         """Return number -> owned elements, for each parameter that this rank owns a part of."""
         every = enumerate(chain.from_iterable(self._partitions))
-        return {i: partition.range for i, partition in every if partition.mine is not None}
+        return {i: partition.range for i, partition in every if partition.own_tensor is not None}
 
     def _with_state(self, local: Mapping[str, dict]) -> Iterator[tuple[ParamPartition, State]]:
         """Yield each parameter with its state in `local`, the inner optimizer's dict."""
         index_of = self._indices()
         for partition in chain.from_iterable(self._partitions):
             state: State = {}
-            if partition.mine is not None:
-                state = dict(local["state"].get(index_of[id(partition.mine)], {}))
+            if partition.own_tensor is not None:
+                state = dict(local["state"].get(index_of[id(partition.own_tensor)], {}))
                 if partition.master:
-                    state[MASTER] = partition.mine.detach()
+                    state[MASTER] = partition.own_tensor.detach()
             yield partition, state
 
     def _matched(self, state_dict: Mapping[str, object]) -> list[tuple[ParamPartition, State]]:
@@ -161,14 +161,14 @@ class StateSaver:
         local: dict[Hashable, State] = {}
         index_of = self._indices()
         for partition, state in zip(chain.from_iterable(self._partitions), states, strict=True):
-            if partition.mine is None:
+            if partition.own_tensor is None:
                 continue
             master = state.pop(MASTER, None)
             if partition.master and isinstance(master, Tensor):
                 with torch.no_grad():
-                    partition.mine.copy_(master)
+                    partition.own_tensor.copy_(master)
             if state:
-                local[index_of[id(partition.mine)]] = state
+                local[index_of[id(partition.own_tensor)]] = state
         saved = state_dict["param_groups"]
         numbers = {number for group in saved for number in group["params"]}
         other = {key: v for key, v in state_dict["state"].items() if key not in numbers}

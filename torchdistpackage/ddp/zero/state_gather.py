@@ -53,13 +53,13 @@ class GatherItem:
     """A flat tensor to gather; rank i of the group has elements bounds[i] to bounds[i + 1].
 
     device: device of the messages.
-    mine: this rank's elements, 1-D on any device; None if it has none.
+    own_shard: this rank's elements, 1-D on any device; None if it has none.
     """
 
     bounds: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    mine: Tensor | None
+    own_shard: Tensor | None
 
     @property
     def num_bytes(self) -> int:
@@ -130,7 +130,7 @@ def exchange_schema(
         own_entries = tuple(entry_of(partition, key, value) for key, value in state.items())
         if all(isinstance(entry.value, _PLAIN) for entry in own_entries):
             own_entries = unique.setdefault(own_entries, own_entries)
-        sent.append(None if partition.mine is None else own_entries)
+        sent.append(None if partition.own_tensor is None else own_entries)
     of_ranks = gather_objects(sent, group)
     result: dict[int, StateEntries] = {}
     for i, of_one in zip(local_states, zip(*of_ranks, strict=True), strict=True):
@@ -153,7 +153,7 @@ def entry_of(partition: ParamPartition, key: Hashable, value: object) -> StateEn
     on_cpu = value.device.type == "cpu"
     if value.dim() == 0 and not (partition.whole and partition.spec.parameter.dim() == 0):
         return StateEntry(key, value.dtype, (), on_cpu, value.item())
-    if partition.mine is not None and value.shape == partition.mine.shape:
+    if partition.own_tensor is not None and value.shape == partition.own_tensor.shape:
         return StateEntry(key, value.dtype, None, on_cpu)
     return StateEntry(key, value.dtype, tuple(value.shape), on_cpu)
 
@@ -236,7 +236,7 @@ def _gather(batch: Sequence[GatherItem], group: Group, to: int | None) -> Iterat
     )
     length = bounds[-1] if receives else stop
     flat = torch.empty(length, dtype=batch[0].dtype, device=batch[0].device)
-    own_pieces = [item.mine for item in batch if item.mine is not None]
+    own_pieces = [item.own_shard for item in batch if item.own_shard is not None]
     position = start
     for piece in own_pieces:
         flat[position : position + piece.numel()].copy_(piece)

@@ -266,16 +266,16 @@ def _record_stream(x: Tensor, stream: StreamDouble) -> None:
     _histories[-1].memory(x, _now.stream).kept_for.add(stream.stream_id)
 
 
-def _read(read: Callable[..., object]) -> Callable[..., object]:
+def _read(method: Callable[..., object]) -> Callable[..., object]:
     """Note that the host reads `x`."""
 
     def function(x: Tensor, *args, **kwargs) -> object:
         history = _histories[-1]
         on_host = history.is_on_host(x)
-        history.run(HOST if on_host else _now.stream, read.__name__, [x], [])
+        history.run(HOST if on_host else _now.stream, method.__name__, [x], [])
         if not on_host:
             history.host_waits_for(_now.stream)
-        return read(x, *args, **kwargs)
+        return method(x, *args, **kwargs)
 
     return function
 

@@ -127,8 +127,8 @@ def drive(
                 ready.append(rank)
             else:
                 board.waiting[rank] = entry
-    except Disagreement as found:
-        return disagreement(found, name)
+    except Disagreement as mismatch:
+        return disagreement(mismatch, name)
     unmatched = [board.waiting[rank] for rank in sorted(board.waiting)] or board.leftovers(groups)
     return stuck(board, unmatched, name) if unmatched else None
 

@@ -231,7 +231,7 @@ def _full(model: ParityModel, tensor_of: Callable[[Any], Tensor | None]) -> dict
             x = tensor_of(p)
         else:
             part = sharded[p]
-            shard = None if part.mine is None else tensor_of(part.mine)
+            shard = None if part.own_tensor is None else tensor_of(part.own_tensor)
             if shard is not None:
                 shard = part.flat(shard) if part.whole else shard
             shards = primitives.gather_objects(shard, part.group)

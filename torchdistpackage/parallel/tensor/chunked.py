@@ -32,12 +32,12 @@ Rows = slice
 class Chunks:
     """The chunks in which a sequence travels; each rank holds a range of rows.
 
-    rows: by chunk and rank, positions in the full sequence. mine: this rank's run.
+    rows: by chunk and rank, positions in the full sequence. own_rows: this rank's rows.
     """
 
     group: Group
     rows: tuple[tuple[Rows, ...], ...]
-    mine: Rows
+    own_rows: Rows
 
     @classmethod
     def of(cls, lengths: Sizes, num_chunks: int, group: Group) -> "Chunks":
@@ -81,7 +81,7 @@ class Arrivals:
 
     def __iter__(self) -> Iterator[Rows]:
         """Yield the available rows; those of this rank first."""
-        yield self.chunks.mine
+        yield self.chunks.own_rows
         own_rank = self.chunks.group.rank()
         for rows, work in zip(self.chunks.rows, self.works, strict=True):
             # later rows still travel while these are computed with
@@ -97,11 +97,11 @@ def start_gather(x: Tensor, chunks: Chunks) -> Arrivals:
     """Start to send x, this rank's rows (n, ...), to all ranks."""
     x = x.contiguous()
     into = x.new_empty((chunks.num_rows, *x.shape[1:]))
-    into[chunks.mine].copy_(x)
+    into[chunks.own_rows].copy_(x)
     me, works = chunks.group.rank(), list[Work]()
     for index, rows in enumerate(chunks.rows):
         own_rows = rows[me]
-        part = x[own_rows.start - chunks.mine.start : own_rows.stop - chunks.mine.start]
+        part = x[own_rows.start - chunks.own_rows.start : own_rows.stop - chunks.own_rows.start]
         works.append(primitives.all_gather(part, chunks.group, chunks.sizes(index), True))
     return Arrivals(chunks, into, works)
 

@@ -63,16 +63,17 @@ class LossTerms:
 class LossTargets:
     """The targets of N tokens, flat.
 
-    column: (N,) my column of the target, 0 where it is another rank's.
-    mine: (N,) whether it is mine, and not ignored.
-    kept: (N,) 1 where the token counts, 0 where it is ignored.
-    factor: (N,) class weight of the target, 0 where it is ignored.
-    own_weights: class weights of my columns, None for 1 each. all_weights: their sum over V.
+    column: (N,) the target's column on this rank, 0 if another rank has it.
+    is_local: (N,) True if this rank has the target's column and the token is not ignored.
+    kept: (N,) 1 if the token counts, 0 if it is ignored.
+    factor: (N,) class weight of the target, 0 if it is ignored.
+    own_weights: class weights of this rank's columns; None: each is 1. all_weights: their sum over
+    V.
     """
 
     shape: torch.Size
     column: Tensor
-    mine: Tensor
+    is_local: Tensor
     kept: Tensor
     factor: Tensor
     own_weights: Tensor | None
@@ -117,7 +118,7 @@ class LossTargets:
 
     def split(self, num_tokens: int) -> "Iterator[tuple[slice, LossTargets]]":
         """Yield the same targets, `num_tokens` at a time."""
-        by_token = (self.column, self.mine, self.kept, self.factor)
+        by_token = (self.column, self.is_local, self.kept, self.factor)
         for start in range(0, max(len(self.column), 1), num_tokens):  # no tokens: once
             at = slice(start, start + num_tokens)
             parts = [t[at] for t in by_token]
@@ -167,7 +168,7 @@ def look(x: Tensor, smooths: bool, targets: LossTargets) -> Tensor:
     if not x.shape[-1]:
         return statistics
     hit.copy_(x.gather(-1, targets.column.unsqueeze(-1)).squeeze(-1))
-    hit.masked_fill_(~targets.mine, 0)
+    hit.masked_fill_(~targets.is_local, 0)
     own_weights = targets.own_weights
     for at in rows_at_once(x):
         # exp and sums over a vocabulary are in float32; a block at a time, to save memory
@@ -203,7 +204,7 @@ def join(stats: Tensor, terms: LossTerms, targets: LossTargets) -> tuple[Tensor,
 
     sums = stats.new_zeros((3 if terms.smoothing else 2, stats.shape[1]))
     torch.mul(own_total, (own_highest - highest).exp_(), out=sums[0])
-    sums[1] = (hit - highest).masked_fill_(~targets.mine, 0)
+    sums[1] = (hit - highest).masked_fill_(~targets.is_local, 0)
     if terms.smoothing and terms.width:
         own_weights = targets.own_weights
         weight = float(terms.width) if own_weights is None else own_weights.sum()
@@ -239,7 +240,7 @@ def gradient(
         scale = scale + grad * (softmax.total.log() + softmax.highest) * (2 * terms.z)
     scale = (scale / softmax.total).unsqueeze(-1)
     highest, own_weights = softmax.highest.unsqueeze(-1), targets.own_weights
-    hit = at_target.masked_fill(~targets.mine, 0).unsqueeze(-1)
+    hit = at_target.masked_fill(~targets.is_local, 0).unsqueeze(-1)
     column = targets.column.unsqueeze(-1)
 
     out = torch.empty_like(x, memory_format=torch.contiguous_format)

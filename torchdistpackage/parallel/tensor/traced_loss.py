@@ -51,7 +51,7 @@ def traced_linear_losses(
         x.reshape(len(targets.column), x.shape[-1]),
         weight,
         targets.column,
-        targets.mine,
+        targets.is_local,
         targets.kept,
         targets.own_weights,
         bool(terms.smoothing),
@@ -67,7 +67,7 @@ def _joined(stats: Tensor, terms: LossTerms, targets: LossTargets) -> Tensor:
     highest = apply(_Largest(terms.group), own_highest)
     terms_of_rank = [
         own_total * (own_highest - highest).exp(),
-        (hit - highest).masked_fill(~targets.mine, 0),
+        (hit - highest).masked_fill(~targets.is_local, 0),
     ]
     if terms.smoothing:
         own_weights = targets.own_weights
@@ -113,21 +113,21 @@ def _look(
     x: Tensor,
     weight: Tensor,
     column: Tensor,
-    mine: Tensor,
+    is_local: Tensor,
     kept: Tensor,
     own_weights: Tensor | None,
     smooths: bool,
     num_tokens: int,
 ) -> Tensor:
     """Return `look` at x W^T, (4, N)."""
-    targets = LossTargets(column.shape, column, mine, kept, kept, own_weights, 0.0)
+    targets = LossTargets(column.shape, column, is_local, kept, kept, own_weights, 0.0)
     with torch.autocast(x.device.type, enabled=False):
         statistics = [look(x[at] @ weight.t(), smooths, p) for at, p in targets.split(num_tokens)]
     return torch.cat(statistics, 1)
 
 
 @_look.register_fake
-def _(x, weight, column, mine, kept, own_weights, smooths, num_tokens):
+def _(x, weight, column, is_local, kept, own_weights, smooths, num_tokens):
     return kept.new_empty((4, x.shape[0]))
 
 
@@ -138,7 +138,7 @@ def _look_backward(
     x: Tensor,
     weight: Tensor,
     column: Tensor,
-    mine: Tensor,
+    is_local: Tensor,
     own_weights: Tensor | None,
     smooths: bool,
     num_tokens: int,
@@ -146,7 +146,7 @@ def _look_backward(
     """Return the gradients of x and weight from those of the statistics; the maxima have none."""
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     grad_weight = torch.zeros(weight.shape, dtype=stats.dtype, device=weight.device)
-    of_hit = grad[2].masked_fill(~mine, 0)
+    of_hit = grad[2].masked_fill(~is_local, 0)
     with torch.autocast(x.device.type, enabled=False):
         for start in range(0, len(x), num_tokens):
             at = slice(start, start + num_tokens)
@@ -165,7 +165,7 @@ def _look_backward(
 
 
 @_look_backward.register_fake
-def _(grad, stats, x, weight, column, mine, own_weights, smooths, num_tokens):
+def _(grad, stats, x, weight, column, is_local, own_weights, smooths, num_tokens):
     return torch.empty_like(x, memory_format=torch.contiguous_format), weight.new_empty(
         weight.shape
     )
