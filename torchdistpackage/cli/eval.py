@@ -235,13 +235,13 @@ def _evaluate_tasks(
     folder = source.tokenizer(tokenizer)
     if source.config.data.head is not None:
         problems.append(
-            f"{source.path} has a head for data.name={source.config.data.name} in place of that for "
-            f"the next token, so it can score no text; remove --lm-eval"
+            f"{source.path} has a head for data.name={source.config.data.name} in place of that "
+            f"for the next token, so it can score no text; remove --lm-eval"
         )
     elif model_of(source.config.model) is None:
         problems.append(
-            f"the model was built by model.target={source.config.model.target}; only a language model "
-            f"of this package or of transformers can score texts"
+            f"the model was built by model.target={source.config.model.target}; only a language "
+            f"model of this package or of transformers can score texts"
         )
     elif folder is None and not source.has_bytes:
         problems.append(

@@ -104,8 +104,8 @@ def generate(
         )
     elif model_of(source.config.model) is None:
         problems.append(
-            f"the model was built by model.target={source.config.model.target}; only a language model "
-            f"of this package or of transformers can generate text"
+            f"the model was built by model.target={source.config.model.target}; only a language "
+            f"model of this package or of transformers can generate text"
         )
     elif folder is None and chat:
         problems.append(

@@ -63,7 +63,7 @@ class ParamPartition:
 
     bounds: rank i of `spec.group` owns elements bounds[i] to bounds[i + 1] of the parameter
         flattened in memory order; all zero if it is frozen.
-    own_tensor: the inner optimizer's tensor, as `ParamShard.tensor`; None if this rank owns nothing.
+    own_tensor: the inner optimizer's tensor, as `ParamShard.tensor`; None: this rank owns nothing.
     master: `own_tensor` is a copy in another dtype, not memory of the parameter.
 
     Nothing here reads an element of the parameter, which may not be gathered.

@@ -178,7 +178,7 @@ class TeacherMembers:
         return list(joined[:, self.own_rows.start : self.own_rows.stop])
 
     def exchanged(self, logits: Tensor | None, like: Tensor) -> Tensor:
-        """Return the teacher's logits (B, S, columns) for the model's rows and columns on this rank.
+        """Return the teacher's logits (B, S, columns) for this rank's part of the model's.
 
         They are empty if this rank needs none. logits: those that it has computed; None: none.
         like: an empty tensor of their type.
