@@ -105,11 +105,11 @@ _STOPS_IN = ("generation_config.json", "config.json")
 class ModelSource:
     """A folder to take a model from.
 
-    config: the configuration of the run, or one that was made for the transformers folder.
+    run_config: the configuration of the run, or one that was made for the transformers folder.
     """
 
     path: Path
-    config: RunConfig
+    run_config: RunConfig
     is_run: bool
     checkpoint: Path | None = None
     averages: bool = False
@@ -124,22 +124,22 @@ class ModelSource:
     @property
     def window(self) -> int:
         """Return how many tokens the model takes at once; for `model.target` data.seq_len."""
-        model = spec_of(self.config)
-        return self.config.data.seq_len if model is None else model.shape.num_positions
+        model = spec_of(self.run_config)
+        return self.run_config.data.seq_len if model is None else model.shape.num_positions
 
     def tokenizer(self, folder_of_option: Path | None) -> Path | None:
         """Return the tokenizer's folder; None if there is none, or tokens are bytes."""
-        folder = folder_of_option or self.config.data.tokenizer
+        folder = folder_of_option or self.run_config.data.tokenizer
         return None if folder is None else Path(folder)
 
     def tokenizer_problems(self, folder: Path) -> list[str]:
         """Return why this tokenizer does not fit this model."""
-        vocab = self.config.model.vocab
+        vocab = self.run_config.model.vocab
         try:
             num_ids = vocabulary_size(tokenizer_file(folder))
         except DataError as error:
             return [f"{error} (or name another with --tokenizer FOLDER)"]
-        if num_ids <= vocab or model_of(self.config.model) is None:
+        if num_ids <= vocab or model_of(self.run_config.model) is None:
             return []
         return [
             f"the tokenizer {folder} has {num_ids} ids, but the model has a vocabulary of {vocab}; "
@@ -148,7 +148,7 @@ class ModelSource:
 
     @property
     def has_bytes(self) -> bool:
-        return self.config.data.has_bytes
+        return self.run_config.data.has_bytes
 
     @property
     def _own_weights(self) -> list[str]:
@@ -156,7 +156,7 @@ class ModelSource:
 
         The checkpoint has all weights of a run, except with adapters, which need those they adapt.
         """
-        model = self.config.model
+        model = self.run_config.model
         if model.hf is not None and model.initial_folder is not None and not model.lora.target:
             return [f"model.hf={quoted(Path(model.hf) / CONFIG)}"]
         return [] if model.hf is not None else ["model.weights=null"]

@@ -162,7 +162,7 @@ def eval(
     if data is not None and not data.exists():
         problems.append(f"--data {data} does not exist, seen from {Path.cwd()}; check the path")
     source = inference.find_source(_COMMAND, target, checkpoint, changes, problems, ema)
-    if data is None and source.is_run and source.config.data.is_preference:
+    if data is None and source.is_run and source.run_config.data.is_preference:
         problems.append(
             f"{target} was trained on preference pairs, whose loss needs the reference model; find "
             f"it in metrics.jsonl at each validation, or give --data FILE for the loss of a text"
@@ -233,21 +233,21 @@ def _evaluate_tasks(
     with ListedIn(problems):
         config = source.config(keys, changes)
     folder = source.tokenizer(tokenizer)
-    if source.config.data.head is not None:
+    if source.run_config.data.head is not None:
         problems.append(
-            f"{source.path} has a head for data.name={source.config.data.name} in place of that "
-            f"for the next token, so it can score no text; remove --lm-eval"
+            f"{source.path} has a head for data.name={source.run_config.data.name} in place of "
+            f"that for the next token, so it can score no text; remove --lm-eval"
         )
-    elif model_of(source.config.model) is None:
+    elif model_of(source.run_config.model) is None:
         problems.append(
-            f"the model was built by model.target={source.config.model.target}; only a language "
+            f"the model was built by model.target={source.run_config.model.target}; only a language "
             f"model of this package or of transformers can score texts"
         )
     elif folder is None and not source.has_bytes:
         problems.append(
             f"{source.path} has no tokenizer, and its tokens are not bytes; give --tokenizer FOLDER"
         )
-    data = source.config.data if config is None else config.data
+    data = source.run_config.data if config is None else config.data
     codec = inference.codec_of(folder, source, data, problems) if not problems else None
     stops = inference.stops_of(source, codec, problems)
     prefix = _prefix(folder, codec, problems)
@@ -345,7 +345,7 @@ def _data_keys(
     folder, plain = source.tokenizer(tokenizer), DataSection()
     if data is None:
         return {} if folder is None else {"data.tokenizer": quoted(folder)}
-    own_data = source.config.data
+    own_data = source.run_config.data
     # no loss of tokens is asked of a head or an embedding; of a model of answers, no other
     of_task = (
         own_data.name
@@ -377,7 +377,7 @@ def _data_keys(
         keys["data.field"] = plain.field
     if kind != EMBEDDING:
         keys["train.embedding"] = "{}"
-    elif not source.is_run and source.config.model.hf is None:  # our GPT has no embeddings
+    elif not source.is_run and source.run_config.model.hf is None:  # our GPT has no embeddings
         keys |= {"model.hf": quoted(source.path), "model.weights": "null"}
     if spec is not None:
         unread = (key for key in OWN_KEYS if key not in spec.keys)
@@ -392,7 +392,7 @@ def _batch_keys(source: ModelSource, keys: dict[str, object]) -> dict[str, objec
 
     A source of the user's own gets whole batches, because its samples depend on them.
     """
-    run, rendezvous = source.config, detect(os.environ)
+    run, rendezvous = source.run_config, detect(os.environ)
 
     def size(axis: str) -> int:
         text = str(keys.get(f"parallel.{axis}", getattr(run.parallel, axis)))

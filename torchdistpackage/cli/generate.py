@@ -97,14 +97,14 @@ def generate(
     with ListedIn(problems):
         config = source.config(keys, changes)
     codec, folder = None, source.tokenizer(tokenizer)
-    if source.config.data.head is not None:
+    if source.run_config.data.head is not None:
         problems.append(
-            f"{target} has a head for data.name={source.config.data.name} in place of that for the "
+            f"{target} has a head for data.name={source.run_config.data.name} in place of that for the "
             f"next token; use tdp eval, or tdp export for transformers' pipelines"
         )
-    elif model_of(source.config.model) is None:
+    elif model_of(source.run_config.model) is None:
         problems.append(
-            f"the model was built by model.target={source.config.model.target}; only a language "
+            f"the model was built by model.target={source.run_config.model.target}; only a language "
             f"model of this package or of transformers can generate text"
         )
     elif folder is None and chat:
@@ -118,7 +118,7 @@ def generate(
             f"{target} has no tokenizer, and its tokens are not bytes; give --tokenizer FOLDER"
         )
     else:
-        data = source.config.data if config is None else config.data
+        data = source.run_config.data if config is None else config.data
         codec = inference.codec_of(folder, source, data, problems)
     stops = inference.stops_of(source, codec, problems)
     if codec is not None:
