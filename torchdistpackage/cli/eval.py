@@ -240,8 +240,8 @@ def _evaluate_tasks(
         )
     elif model_of(source.run_config.model) is None:
         problems.append(
-            f"the model was built by model.target={source.run_config.model.target}; only a language "
-            f"model of this package or of transformers can score texts"
+            f"the model was built by model.target={source.run_config.model.target}; only a "
+            f"language model of this package or of transformers can score texts"
         )
     elif folder is None and not source.has_bytes:
         problems.append(

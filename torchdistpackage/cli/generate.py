@@ -99,13 +99,13 @@ def generate(
     codec, folder = None, source.tokenizer(tokenizer)
     if source.run_config.data.head is not None:
         problems.append(
-            f"{target} has a head for data.name={source.run_config.data.name} in place of that for the "
-            f"next token; use tdp eval, or tdp export for transformers' pipelines"
+            f"{target} has a head for data.name={source.run_config.data.name} in place of that for "
+            f"the next token; use tdp eval, or tdp export for transformers' pipelines"
         )
     elif model_of(source.run_config.model) is None:
         problems.append(
-            f"the model was built by model.target={source.run_config.model.target}; only a language "
-            f"model of this package or of transformers can generate text"
+            f"the model was built by model.target={source.run_config.model.target}; only a "
+            f"language model of this package or of transformers can generate text"
         )
     elif folder is None and chat:
         problems.append(
