@@ -34,6 +34,7 @@ def stats_of(tensor: Tensor) -> TensorStats:
         nonfinite += block.numel() - finite.numel()
         if finite.numel():
             number += finite.numel()
+            # Python floats: the statistics of a tensor are text, and blocks may be on a device
             total += finite.sum().item()
             squares += finite.square().sum().item()
             smallest = min(smallest, finite.min().item())

@@ -36,6 +36,7 @@ class LocalWork(Generic[T]):
     def result(self) -> T:
         """Wait for the work; return its result or raise its error."""
         if self._thread is not None:
+            # the result and the error are set only when the thread ends
             self._thread.join()
         if self.error is not None:
             raise self.error

@@ -146,6 +146,7 @@ class HostCopies:
                 buffers[key].copy_(x)
             return replace(snapshot, tensors=buffers)
         if self._stream is None:
+            # a stream of its own, so that copies run beside the kernels of the next step
             self._stream = streams.stream()
         current = streams.current()
         # the copies must see the results of the step that the current stream is still computing

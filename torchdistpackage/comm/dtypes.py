@@ -115,6 +115,7 @@ def added(parts: Sequence[Tensor], kept_index: int | None = None) -> Tensor:
     """
     total, *others = parts
     if total.is_floating_point() and total.itemsize < 4:
+        # back to the dtype of the parts: only the additions are wide
         return sum((part.float() for part in others), total.float()).to(total.dtype)
     if kept_index == 0:
         total = others.pop(0).add_(total)

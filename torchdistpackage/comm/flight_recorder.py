@@ -197,5 +197,6 @@ def nccl_trace(limit_s: float) -> dict[str, Any] | None:
 
     asking = threading.Thread(target=ask, name="flight recorder", daemon=True)
     asking.start()
+    # in a thread with a limit, because NCCL's recorder may wait for a lock of the hung call
     asking.join(limit_s)
     return traces[0] if traces else None

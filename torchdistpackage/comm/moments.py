@@ -133,5 +133,6 @@ class OnHost:
     def read(self) -> Any:
         """Return the numbers, as lists nested like the tensor; the host waits for the copy."""
         if self._copied is not None:
+            # the copy to pinned memory is asynchronous; reading it earlier would give old numbers
             self._copied.synchronize()
         return self._values.tolist()

@@ -161,6 +161,7 @@ def gather_to(x: Tensor, dim: int, group: Group | str, target: int) -> Tensor | 
     post = Post(carrier)
     if group.rank() != target:
         post.send([own_part], ranks[target])
+        # `own_part` may be a temporary copy, which must live until it has been sent
         post.go().wait()
         return None
     parts = [own_part if i == target else torch.empty_like(own_part) for i in range(size)]

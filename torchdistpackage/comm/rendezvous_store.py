@@ -206,6 +206,7 @@ class _Visit:
             TimeoutError: no answer yet.
             RuntimeError: nothing listens, or not a store.
         """
+        # torch has no time limit for a server that stays silent, but a wait for a thread has one
         self._thread.join(wait_s)
         if not self._found:
             fault = "is a store without a token" if self._is_store else "has not answered"

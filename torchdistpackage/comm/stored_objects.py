@@ -256,6 +256,7 @@ def part() -> None:
         if store.add("objects/left", 1) == world().size():
             store.set("objects/all left", "")
         if world().rank() == 0:
+            # rank 0 keeps the store: if it left first, the others would lose their connection
             store.wait(["objects/all left"], timedelta(seconds=_PART_S))
 
 

@@ -30,6 +30,7 @@ class CudaStreams:
 
     def keep(self, x: Tensor) -> None:
         """Keep the allocator from reusing the memory of `x` before the current stream is done."""
+        # the allocator knows only the stream that `x` was allocated on
         x.record_stream(self.current())
 
     def copy(self, stream: Stream, to: Tensor, source: Tensor, *, keeps: bool = True) -> None:

@@ -167,6 +167,7 @@ class TensorChannel:
     def receive_header(self, source: int) -> MessageSpec:
         """Wait for the description of the next message from global rank `source`."""
         header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
+        # the host reads the header next, to learn how large the payload's buffers must be
         self.host.receive([header], source).wait()
         num_missing = int.from_bytes(header[:8].numpy().tobytes(), "big") + 8 - HEADER_BYTES
         if num_missing > 0:

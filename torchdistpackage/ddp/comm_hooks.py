@@ -204,6 +204,7 @@ class _Underway:
         for reduction in self._hook.underway:
             reduction.send_q()
         self._hook.underway.remove(self)
+        # the gradient is P Q^T, so it needs the Q that all ranks have summed
         qs = cast(_FusedAllReduce, self._second).wait()
         for matrix, p, q in zip(self._matrices, self._ps, qs, strict=True):
             torch.mm(p, q.T, out=matrix.of(self._flat))

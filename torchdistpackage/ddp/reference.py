@@ -31,6 +31,7 @@ class ReferenceDDP(nn.Module):
         for parameter in self.module.parameters():
             is_used = parameter.grad is not None
             used = torch.tensor([is_used], dtype=torch.int32, device=parameter.device)
+            # read on the host: all ranks must agree whether the next all-reduce takes place
             if parameter.requires_grad and primitives.all_reduce(used, self.group).item():
                 grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 grad = grad.detach().to_dense() if grad.is_sparse else grad.detach()

@@ -60,6 +60,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         self.num_batches_tracked.add_(1)
         weight = self.momentum
         if weight is None:
+            # lerp_ takes a number of the host; torch's BatchNorm waits for it here too
             weight = 1.0 / self.num_batches_tracked.item()
         for running, current in ((self.running_mean, mean), (self.running_var, variance)):
             assert running is not None

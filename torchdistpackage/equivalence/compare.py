@@ -591,6 +591,7 @@ def _without_clipping(
 
 def _factor(tensor: Tensor, reference: Tensor) -> float:
     """Return by how much the first tensor is longer along the second."""
+    # float64, because factors such as 0.9997 must be told from rounding
     tensor, reference = tensor.double().flatten(), reference.double().flatten()
     return float(tensor @ reference / (reference @ reference))
 

@@ -163,6 +163,7 @@ def rows_found(part: Tensor, full_tensor: Tensor) -> set[int]:
 def _real(x: Tensor) -> Tensor:
     """Return a tensor as real float64 without NaN and Inf, which become distinct large numbers."""
     x = torch.view_as_real(x) if x.is_complex() else x
+    # float64 has room for three numbers that no gradient has
     return torch.nan_to_num(x.detach().to(torch.float64), nan=1e300, posinf=1e301, neginf=-1e301)
 
 

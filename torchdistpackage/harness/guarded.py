@@ -111,6 +111,7 @@ class GuardedThread:
         settle_s: time for the current step after such an alarm.
         """
         alarm_s = float("inf")
+        # woken at the end of the function; the timeout is for looking at alarms and slow steps
         while not self._ended.wait(look_s):
             now_s = time.monotonic()
             if alarm_s > now_s and is_alarmed():

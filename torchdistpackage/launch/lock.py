@@ -412,6 +412,7 @@ def _read(path: Path) -> _LockState:
     """
     with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
         holder = from_json(file.read(_MAX_BYTES).decode(errors="replace"))
+        # a kernel's lock ends with its process: if this one gets it, the holder here is gone
         beaten_s, freed = os.fstat(file.fileno()).st_mtime, _flock(file.fileno()) is True
     now_s, clock = time.time(), beside(path)
     with contextlib.suppress(OSError):  # may only look

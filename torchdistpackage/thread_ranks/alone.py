@@ -54,6 +54,7 @@ def run_alone(body: Callable[[], _Result], layout: Topology, rank: int) -> _Resu
         try:
             thread = threading.Thread(target=main, name=f"rank {rank} alone")
             thread.start()
+            # this thread must not use torch's world before it is put back
             thread.join()
         finally:
             recorder.__dict__ = record

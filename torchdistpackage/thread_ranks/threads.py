@@ -349,6 +349,7 @@ class _Worlds:
 @contextmanager
 def worlds() -> Iterator[_Worlds]:
     """Give threads that `enter` a world of torch.distributed of their own inside the block."""
+    # no waiting: if the caller is such a rank itself, the other set would never end
     if not _one_at_a_time.acquire(blocking=False):
         raise CommError("ranks already run as threads of this process; wait for them to end first")
     own_world, hook = distributed_c10d._world, sys.excepthook

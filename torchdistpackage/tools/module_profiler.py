@@ -66,6 +66,7 @@ class _ProfileRun:
     def now_s(self) -> float:
         """Return the time, after the device has finished its work."""
         if self.device is not None:
+            # kernels are asynchronous: without it only their launch would be measured
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 

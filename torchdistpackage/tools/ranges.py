@@ -102,6 +102,7 @@ class NVTXContext(ContextDecorator):
 def _now() -> float:
     """Return the time, after the device has finished its work."""
     if torch.cuda.is_available():
+        # kernels are asynchronous: without it only their launch would be measured
         torch.cuda.synchronize()
     return time.time()
 

@@ -281,6 +281,7 @@ class Loop:
 
     def _read(self, issued: PendingStep) -> StepResult:
         """Wait for the numbers of a step, and record the decisions that came with them."""
+        # a step late if the trainer runs ahead, so that the device already has the next step
         result = issued.wait()
         self._pending = None
         for on_step in self._on_step:

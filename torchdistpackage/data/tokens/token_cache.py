@@ -270,6 +270,7 @@ def _locked(path: Path) -> Iterator[None]:
     """Hold the lock at `path`; waits for other processes, if the file system has locks."""
     handle = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:
+        # one process of the machine tokenizes; the others wait here and find its entry
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:

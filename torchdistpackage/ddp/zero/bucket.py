@@ -61,6 +61,7 @@ class ShardedBucket:
 
     def wait(self) -> None:
         """Wait until the host may read the summed gradients and write the parameters it steps."""
+        # both waits do nothing unless gradients and masters are offloaded to the host's memory
         self.bucket_comm.wait_offloaded()
         self.parameters.wait()
 
@@ -94,6 +95,7 @@ class BucketSharder:
     @contextmanager
     def stepping(self, buckets: Sequence[ShardedBucket], numbers: Sequence[int]) -> Iterator[None]:
         """Surround a call that steps the buckets with these numbers."""
+        # an optimizer on the host reads the memory at once, and does not know the copies' stream
         for b in numbers:
             buckets[b].wait()
         with ExitStack() as around:

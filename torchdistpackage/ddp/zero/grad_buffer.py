@@ -342,12 +342,14 @@ class UsedFlags:
         """Return whether some rank had a gradient; the first call waits for the device."""
         assert self._work is not None
         if self._read is None:
+            # on the host, which decides with them what to step; one copy brings all flags
             self._read = self._work.wait().tolist()
         return self._read[flag] != 0
 
     def forget(self) -> None:
         """After a failed backward, wait for an all-reduce in flight, and start over."""
         if self._work is not None:
+            # the all-reduce still writes to the flags, which the next backward fills anew
             self._work.wait()
             self._work = None
         self._without.clear()

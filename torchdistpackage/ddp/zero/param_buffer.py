@@ -123,6 +123,7 @@ class ParamBuffer:
     def arrive(self) -> None:
         """Wait for the gather in flight, if there is one."""
         if self._work is not None:
+            # what comes next reads the gathered parameters
             self._wait_on_streams() if self._streams is not None else self._work.wait()
             self._work = None
             for parameter, kind in zip(self._parameters, self._kinds, strict=True):
@@ -169,6 +170,7 @@ class ParamBuffer:
         with self._streams.on(began_on):
             self._work.wait()
         if reader != began_on:
+            # the stream that reads the parameters may be another than the one that started
             reader.wait_event(began_on.record_event())
 
     def _mark_ungathered(self) -> None:

@@ -286,6 +286,7 @@ class LateCall:
 
     def deliver(self) -> None:
         """Wait for the data and write the results; RaceError if the tensors were touched."""
+        # the data come with the other members' calls
         self.transfer.wait()
         self.done = True
         with own_operations():

@@ -168,6 +168,7 @@ class Ring:
         messages.wait()
         messages.add_gradients(dk, dv)
         messages = self._post(k, v, len(self.hops) + 1, grads, back=True)
+        # nothing is left to compute beside this last message
         messages.wait()
         messages.add_gradients(dk, dv)
         return dk, dv
@@ -182,6 +183,7 @@ class Ring:
         dk, dv = backward(self._own, k, v)
         sums: Pair | None = None
         for number, hop in enumerate(self.hops):
+            # the keys and values of this hop, which are also passed on
             messages.wait()
             parts = messages.parts
             assert parts is not None

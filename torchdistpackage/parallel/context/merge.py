@@ -135,11 +135,13 @@ class Backward:
     def take(self) -> Tensor:
         """Return the gradient of the queries."""
         assert self._dq is not None
+        # added up over hops in a wider type; autograd expects the type of the queries
         return self._dq.to(self._q.dtype)
 
 
 def _added(total: Tensor | None, x: Tensor, where: slice, like: Tensor, dtype) -> Tensor:
     """Add `x` at the slice `where` of a running total, which begins as None."""
+    # `dtype` is wide enough to add the terms of all hops without rounding each
     x = x.to(dtype)
     if total is None:
         if where == slice(0, like.shape[2]):

@@ -290,6 +290,7 @@ class TokenExchange:
     def finish(self) -> Tensor:
         """Wait for the exchange, and return the rows received."""
         assert self.work is not None
+        # the experts read these rows next
         rows, self.work = self.work.wait(), None
         if self._streams is not None:
             self._streams.keep(rows)  # `begin` made them on another stream
@@ -302,6 +303,7 @@ _exchange_streams: PerGroup[Stream] = PerGroup()
 
 def _stream_of(group: Group, streams: CudaStreams) -> Stream:
     if group not in _exchange_streams:
+        # a stream beside the current one, so that the exchange overlaps with what is computed there
         _exchange_streams[group] = streams.stream()
     return _exchange_streams[group]
 

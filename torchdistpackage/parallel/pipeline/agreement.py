@@ -59,6 +59,7 @@ class StepAgreement:
         Raises:
             CommError: on every rank: calls or numbers of samples differ, or a rank has a problem.
         """
+        # the host decides by these numbers whether the step may begin
         rows = self._rows.wait().tolist()
         self.notes = [(row[3], row[4]) for row in rows]
         if any(row[2] for row in rows):

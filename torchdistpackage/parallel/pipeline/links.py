@@ -211,6 +211,7 @@ class SendLink:
     def arrive(self, m: int) -> None:
         """Wait for the gradients of `m`; their sender has then received the output."""
         self._incoming[m].work.wait()
+        # frees the output: a gradient can only come back once the output has arrived
         self._sends[m].wait()
         self._sends[m] = _DONE
 

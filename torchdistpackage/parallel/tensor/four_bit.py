@@ -59,6 +59,7 @@ def packed(weight: Tensor, quant_type: str) -> tuple[Tensor, PackedState]:
     Raises:
         ConfigError: bitsandbytes cannot do it on this device.
     """
+    # the kernels of bitsandbytes take no float64
     wide = weight.detach().float() if weight.dtype == torch.float64 else weight.detach()
     verdict = checked_kernel(wide.device, wide.dtype, quant_type)
     values, state = _quantized(wide.contiguous(), quant_type)
@@ -117,6 +118,7 @@ def _compared(device: torch.device, dtype: torch.dtype, quant_type: str) -> Kern
             values = _in_blocks(values, state)
         decoded = dequantize_4bit(values, state).flatten()
         expected = _looked_up(values, PackedState(state, torch.Size([rows, columns]), False))
+        # compared in float32, because a difference of 16-bit numbers would be rounded too
         error = (
             decoded.float() - (expected := expected.flatten()[: decoded.numel()].float())
         ).abs()

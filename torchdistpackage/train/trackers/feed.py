@@ -176,6 +176,7 @@ class Trackers(Callback):
         until_s = time.monotonic() + wait_s
         for feed in self._feeds:
             feed.finish(outcome)
+        # all feeds send at once, so the limit is for all of them together
         for feed in self._feeds:
             feed.join(until_s)
         return [line for feed in self._feeds for line in feed.said]
