@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
@@ -10,11 +11,19 @@ SHOWN_RANKS = 8
 """Largest number of ranks of a list that are named; the others are counted."""
 
 
+_CREDENTIALS = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/@\s]+@", re.IGNORECASE)
+
+
 def terminal_width() -> int | None:
     """Columns of the terminal that the output goes to, or COLUMNS; None: it goes elsewhere."""
     if sys.stdout.isatty() or "COLUMNS" in os.environ:
         return shutil.get_terminal_size().columns
     return None
+
+
+def without_credentials(text: str) -> str:
+    """Return the text with `user:password@` of its URLs replaced by `***@`."""
+    return _CREDENTIALS.sub(r"\1***@", text)
 
 
 def text_table(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.test_secrets import SECRET, VARIABLES
 from torchdistpackage.checkpoint.manifest import Manifest
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import load
@@ -159,6 +160,22 @@ def test_what_sbatch_says_is_passed_on_with_what_to_do(work, said, advice, monke
     err = capsys.readouterr().err
     assert f"sbatch: error: {said}" in err and advice in err
     assert not read_records(RunDir(work / "runs" / "one").records)
+
+
+def test_no_file_of_a_submission_holds_a_secret_of_the_environment(work, monkeypatch, capsys):
+    """A refused one, and the same command again, which Slurm takes."""
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    (work.parent / "bin" / "squeue").write_text("#!/bin/bash\n")  # no job of this user
+    for refusal in (f"ask https://me:{SECRET}@portal", ""):
+        monkeypatch.setenv("REFUSED", refusal)
+        assert main(["submit", "run.yaml"]) == (1 if refusal else 0)
+        printed = capsys.readouterr()
+        assert SECRET not in printed.out + printed.err
+        assert ("the same command submits it again" in printed.err) is bool(refusal)
+    files = [path for path in (work / "runs").rglob("*") if path.is_file()]
+    assert len(files) > 5
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
 
 
 def test_without_slurm_it_says_where_to_go(work: Path, monkeypatch, capsys):

@@ -37,7 +37,9 @@ _VARIABLES = re.compile(
     r"(CUDA|NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|NVIDIA|SLURM|MASTER|RANK|WORLD_SIZE|LOCAL_RANK|HF_HUB|"
     r"TRANSFORMERS|TDP|PYTHON|LD|TMPDIR|VIRTUAL_ENV|CONDA)(_|$|PATH)"
 )
-_SECRETS = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|://[^/@\s]*@", re.IGNORECASE)
+_SECRETS = re.compile(
+    r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|JWT|COOKIE|://[^/@\s]*@", re.IGNORECASE
+)
 
 Facts = Iterator[tuple[str, str]]
 """Names and values; the name "!" marks a warning."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from torchdistpackage.errors import LaunchError
+from torchdistpackage.text import without_credentials
 
 TIMEOUT_S = 60.0
 """Time limit of a command in seconds. A busy controller is slow; if it is away, the client waits
@@ -48,8 +49,12 @@ class CompletedCommand:
 
     @property
     def why(self) -> str:
-        """The error's relevant lines, else the first line; a site may print more around them."""
-        lines = [line.strip() for line in (self.err or self.out).splitlines() if line.strip()]
+        """The error's relevant lines, else the first line; a site may print more around them.
+
+        It goes into files and reports, so without passwords in addresses of a site's own tools.
+        """
+        text = without_credentials(self.err or self.out)
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
         if errors := [line for line in lines if "error:" in line.lower()]:
             return "; ".join(dict.fromkeys(errors[:_ERROR_LINES]))
         return lines[0] if lines else f"exit code {self.code}"

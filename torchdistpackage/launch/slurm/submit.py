@@ -74,6 +74,7 @@ _ADVICE = (
 _ASK_SITE = (
     "; what this site wants, `tdp site` finds out: call it, then write launch: {site: site.yaml}"
 )
+_KEPT = "; the run folder is written and stays, and the same command submits it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +236,7 @@ def _sbatch(script: Path, nodes: Sequence[str], env: Mapping[str, str], runner: 
         answer = str(error).rpartition(f"{script}: ")[2].lower()
         advice = next((f"; {advice}" for part, advice in _ADVICE if part in answer), "")
         is_refusal = not isinstance(error, CommandTimeout)
-        raise type(error)(f"{error}{advice}{_ASK_SITE * is_refusal}") from error
+        raise type(error)(f"{error}{advice}{_ASK_SITE * is_refusal}{_KEPT}") from error
 
 
 def write_run_dir(prepared: Prepared, now_s: float) -> None:
