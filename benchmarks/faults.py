@@ -234,10 +234,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of --minutes")
     parser.add_argument("--minutes", type=float, help="faults by a seed on local ranks, see soak")
     parser.add_argument("--every", type=float, default=60.0, help="seconds between two of them")
+    parser.add_argument("--rows", type=Path, help="a fault a line, added to; goes on at its end")
+    parser.add_argument("--ranks", type=int, default=4, help="of the run with --minutes")
+    parser.add_argument("--pause", type=float, default=0.25, help="seconds that a batch takes")
     parser.add_argument("--name", default=f"faults-{os.getpid()}", help="of the cluster")
     options = parser.parse_args()
     if options.minutes is not None:
-        found = soak(options.seed, options.minutes, options.every)
+        found = soak(
+            options.seed,
+            options.minutes,
+            options.every,
+            options.rows,
+            options.ranks,
+            options.pause,
+        )
         print(json.dumps(found, indent=2))
         if options.json is not None:
             options.json.write_text(json.dumps(found, indent=2) + "\n")

@@ -16,6 +16,18 @@ from benchmarks.faults_matrix import FAULTS, MOMENTS, PLACES, Row
 ROOT = Path(__file__).resolve().parents[1]
 STORED = ROOT / "benchmarks" / "results" / "faults_matrix.jsonl"
 PAGE = ROOT / "docs" / "faults.md"
+RESTARTS = ROOT / "benchmarks" / "results" / "faults_restart.json"
+LOSSES = {
+    "rank": "a rank is killed",
+    "node": "a node loses its power",
+    "network": "a node's cable is pulled, as when a switch dies",
+}
+STAGES = {
+    "report": "a rank reports the loss",
+    "decision": "the script decides",
+    "watcher": "ranks are forked",
+    "loaded": "they have joined, built and loaded",
+}
 MARKER = "<!-- python -m benchmarks.faults_page writes everything below this line -->\n"
 _PATH = re.compile(r"/[^\s:,]*/(?=[^\s:,/]+)")
 _SAID = 160
@@ -93,6 +105,28 @@ def page(rows: Sequence[Row]) -> str:
     return "\n".join(text) + "\n"
 
 
+def restarts() -> str:
+    """Return the table of benchmarks.faults_restart: the slowest of each loss, by stage."""
+    rows = json.loads(RESTARTS.read_text("utf-8"))
+    text = [
+        "Seconds from the loss until a new step is finished, in a Slurm job of two nodes and a "
+        "spare one with a copy after each step (`python -m benchmarks.faults_restart`), the "
+        "slowest time:",
+        "",
+        f"| loss | times | {' | '.join(STAGES.values())} | a new step | steps done again |",
+        "|---|---|" + "---|" * (len(STAGES) + 2),
+    ]
+    for loss, said in LOSSES.items():
+        mine = [row for row in rows if row["loss"] == loss]
+        if not mine:
+            continue
+        stages = [f"{max(row['stages_s'][stage] for row in mine):.1f}" for stage in STAGES]
+        back = f"{max(row['back_s'] for row in mine):.1f}"
+        lost = max(row["steps_lost"] for row in mine)
+        text.append(f"| {said} | {len(mine)} | {' | '.join(stages)} | {back} | {lost} |")
+    return "\n".join(text) + "\n"
+
+
 def _why(row: Row) -> str:
     if row.fault == "slow rank":
         return "the run ended well, and no line named the slow rank"
@@ -116,7 +150,7 @@ def main() -> None:
     if options.rows is not None:
         store(options.rows)
     before = PAGE.read_text("utf-8").partition(MARKER)[0]
-    PAGE.write_text(f"{before}{MARKER}\n{page(stored())}", "utf-8")
+    PAGE.write_text(f"{before}{MARKER}\n{restarts()}\n{page(stored())}", "utf-8")
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ MAY_NAME_MODULES = {
     "train/compiled.py": "hooks of our own, told from others by where they are defined",
     "launch/fork_server_client.py": "what another process runs",
     "launch/workers.py": "what another process runs",
+    "launch/slurm/restart_script.py": "what another process runs",
     "models/registry.py": "families of transformers, for the plans that have one",
     "train/export.py": "what rounds weights to 4 bits, with torch",
     "data/tokens/token_workers.py": "what another process runs",

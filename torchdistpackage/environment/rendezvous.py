@@ -228,6 +228,8 @@ def _slurm(env: Env) -> Rendezvous | None:
         job,
         step,
         _integer(env, "SLURM_RESTART_COUNT", default=0),  # unset in the first run
+        # ranks that a standby of the job starts again are of the same step
+        *([attempt] if (attempt := _integer(env, "TDP_ATTEMPT", default=0)) else []),
     )
     return Rendezvous(
         rank,

@@ -40,7 +40,7 @@ from torchdistpackage.launch.process import (
 
 # What a terminal or a batch system sends to every process it can see. The server must outlast the
 # ranks, which get these from their supervisor and have a grace period.
-_IGNORED = (
+IGNORED = (
     signal.SIGINT,
     signal.SIGTERM,
     signal.SIGHUP,
@@ -66,7 +66,7 @@ class _Server:
         self._children: set[int] = set()
         self._wake_read, self._wake_write = socket.socketpair()
         gc.disable()  # what imports make stays, and collections take a seventh of their time
-        self._problem = _import_all(preload)
+        self._problem = import_all(preload)
         for stream in (sys.stdout, sys.stderr):  # or every child would write it again
             stream.flush()
         gc.collect()
@@ -79,7 +79,7 @@ class _Server:
             sock.setblocking(False)
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda signum, frame: None)
-        for signum in _IGNORED:
+        for signum in IGNORED:
             signal.signal(signum, signal.SIG_IGN)
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
@@ -107,7 +107,7 @@ class _Server:
         """Turn this fresh fork of the server into the requested child."""
         die_with_parent(child.server_pid)
         signal.set_wakeup_fd(-1)
-        for signum in (signal.SIGCHLD, *_IGNORED):
+        for signum in (signal.SIGCHLD, *IGNORED):
             signal.signal(signum, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for end in (self._channel, self._wake_read, self._wake_write):
@@ -130,7 +130,7 @@ class _Server:
         None.
         """
         fds, server_pid = self._channel.take_fds(), os.getpid()
-        pid, reason = 0, self._problem or _why_not_fork()
+        pid, reason = 0, self._problem or why_not_fork()
         if not reason:
             try:
                 pid = os.fork()
@@ -173,19 +173,19 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _import_all(modules: list[str]) -> str:
+def import_all(modules: list[str]) -> str:
     """Import `modules`; return why this process must not fork afterwards, or ""."""
     for module in modules:
         try:
             importlib.import_module(module)
         except Exception:
             return f"preloading {module!r} failed:\n{traceback.format_exc()}"
-        if reason := _why_not_fork(f"importing {module!r}"):
+        if reason := why_not_fork(f"importing {module!r}"):
             return reason
     return ""
 
 
-def _why_not_fork(cause: str = "a preloaded module, after its import,") -> str:
+def why_not_fork(cause: str = "a preloaded module, after its import,") -> str:
     if (num := num_threads()) > 1:
         return (
             f"{cause} started {num - 1} thread(s) ({thread_names()}), and a process with threads "

@@ -25,7 +25,7 @@ from torchdistpackage.launch.ipc import Channel, pack
 from torchdistpackage.launch.process import stopped
 
 # Importing a numerical library must not start its threads: that would end forking for good.
-_THREAD_COUNTS = (
+THREAD_COUNTS = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -226,7 +226,7 @@ class ForkServer:
             # or torch.cuda.is_available() in a preloaded module would initialise the driver
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             **os.environ,
-            **dict.fromkeys(_THREAD_COUNTS, "1"),
+            **dict.fromkeys(THREAD_COUNTS, "1"),
             "PYTHONPATH": os.pathsep.join(_absolute_path()),
         }
         # -P: `-m` would put the working folder before the caller's own search path.

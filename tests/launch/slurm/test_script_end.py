@@ -290,14 +290,30 @@ srun)
     *" --mem=0 "*" true") exit "${SHARED:-0}" ;;
     *" true") [ "$now" -ge "${FREED:-0}" ]; exit ;;
     *" guard 7 n1 "*) echo "$list" >>"$NOTED.guards"; exit 0 ;;
+    *cli.standby*)
+        [ -n "$STANDBY" ] || exit 1
+        printf 'ready n%s\\n' 1 2 3 4
+        while read -r word start nodes more; do
+            case $word in
+            who) for node in n1 n2 n3 n4; do
+                case " $GONE " in *" $node "*) ;; *) echo "here $start $node" ;; esac
+            done ;;
+            run) echo "standby $nodes $more" >>"$NOTED.attempts"
+                [ -n "$FAILS" ] || echo "finished well" >"$RUN/job/decision.$start"
+                for node in ${nodes//,/ }; do echo "done $start $node ${FAILS:-0}"; done ;;
+            end) echo "$start" >>"$NOTED.ended" ;;
+            esac
+        done
+        exit 0 ;;
     esac
     shared=; case $* in *" --overlap --mem=0 "*) shared=" shared" ;; esac
     echo "$1 $2 $list$shared" >>"$NOTED.attempts"
     [ "$TDP_ATTEMPT" = 0 ] || { echo "finished well" >"$RUN/job/decision.7.0.1"; exit 0; }
+    [ -z "$STANDBY" ] || /bin/sleep 0.5  # they have imported all by now
     exit 137
     ;;
 python)
-    [ -n "$STOP" ] || echo "again after step 3: lost" >"$RUN/job/decision.$4"
+    [ -n "$STOP" ] || [ "$7" -lt 1 ] || echo "again after step 3: lost" >"$RUN/job/decision.$4"
     exit 9
     ;;
 esac
@@ -379,6 +395,28 @@ def test_a_node_that_is_to_blame_is_left_out_though_it_answers(bash):
     assert done.returncode == 0, done.stdout
     shape = "--nodes=3 --ntasks=3"
     assert attempts == [f"{shape} n1,n2,n3", f"{shape} n1,n3,n4"], "and not shared"
+
+
+@pytest.mark.parametrize(
+    ("gone", "then"),
+    [("n2", "standby n1,n3,n4 1"), ("none", "standby n1,n2,n3 1"), ("n2 n4", None)],
+)
+def test_standbys_start_the_ranks_again_without_srun(bash, gone, then):
+    """Where too few of them answer, nodes are asked by srun as without them."""
+    changes = ("launch.spares=1", "launch.slurm.nodes=3")
+    done, attempts = elastic(bash, *changes, nodes="4", degrees="data: 3", GONE=gone, STANDBY="1")
+    assert done.returncode == 0, done.stdout
+    assert attempts[1:] == ([then] if then else [])
+    assert Path(f"{bash.noted}.requeued").exists() is (then is None)
+
+
+def test_ranks_of_standbys_that_fail_are_ended_and_judged_as_those_of_srun(bash):
+    changes = ("launch.spares=1", "launch.slurm.nodes=3", "launch.requeue.mode=never")
+    env = {"GONE": "n2", "STANDBY": "1", "FAILS": "9"}
+    done, attempts = elastic(bash, *changes, nodes="4", degrees="data: 3", **env)
+    assert done.returncode == 9, done.stdout
+    assert attempts[1:] == ["standby n1,n3,n4 1"]
+    assert Path(f"{bash.noted}.ended").read_text().split() == ["7.0.1"]
 
 
 @pytest.mark.parametrize(

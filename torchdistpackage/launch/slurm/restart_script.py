@@ -22,6 +22,10 @@ _LOOK_S = 30
 """Seconds between checks whether the first node still belongs to the job."""
 _STEP = "tdp_ranks"
 """Name of the ranks' step, used to end it."""
+_STANDBY = "tdp_standby"
+"""Name of the step that waits on each node to start ranks again."""
+_STANDING_S = 5
+"""Seconds within which the first standby answers, and then each further one."""
 _SLURMD_TIMEOUT_S = 300
 """Slurm's default for how long a node may be silent, in seconds."""
 _REPORTED_S = 3
@@ -29,6 +33,8 @@ _REPORTED_S = 3
 watchers, and some for srun."""
 _LATE_S = 1
 """Seconds for further answers, once as many nodes as are used have answered."""
+_LATE_STANDING_S = 0.3
+"""The same for standbys, which only have to write a line."""
 _SHARES_S = 5
 """Seconds that a step with the memory of the old one is waited for, whose tasks were killed."""
 _STEP_ENDS_S = 60
@@ -52,14 +58,34 @@ def srun(job: BatchJob) -> str:
         f"\\\n    --ntasks-per-node={job.shape.tasks_per_node} "
         f"--cpus-per-task={job.shape.cpus_per_task}"
     )
-    in_background = " &\n_tdp_await $!" if goes_on_with_fewer(job) else ""
+    in_background = " 6<&- 7>&- &\n_tdp_await $!" if goes_on_with_fewer(job) else ""
     named = f" --job-name={_STEP}" if job.restarts_in_job else ""
     lines = [stated, f"--mpi=none --kill-on-bad-exit=1{named}"]
     lines += [shlex.join(job.extra("srun"))] if job.extra("srun") else []
     lines.append(f"sh -c '{IGNORE_SIGNALS_UNTIL_READY}' task")
     lines += [shlex.join(job.extra("container"))] if job.extra("container") else []
     lines.append(f'{shlex.join(job.command)} "$_tdp_run/job/config.yaml"')
-    return " \\\n    ".join(lines) + in_background
+    started = " \\\n    ".join(lines) + in_background
+    if not goes_on_with_fewer(job):
+        return started
+    ours = f"_tdp_run_standing\nelse\n{indent(started, '    ')}"
+    return f'if [ -n "$_tdp_standing" ]; then\n    {ours}\nfi'
+
+
+def _standby(job: BatchJob) -> str:
+    """Return the shell command that starts a standby on each node, beside the ranks."""
+    tasks = job.shape.tasks_per_node
+    lines = [
+        'command srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES"',
+        f"--ntasks-per-node=1 --cpus-per-task={tasks * job.shape.cpus_per_task} --overlap --mem=0",
+        f"--mpi=none --no-kill --kill-on-bad-exit=0 --input=all --job-name={_STANDBY}",
+    ]
+    lines += [shlex.join(job.extra("srun"))] if job.extra("srun") else []
+    lines.append(f"sh -c '{IGNORE_SIGNALS_UNTIL_READY}' task")
+    lines += [shlex.join(job.extra("container"))] if job.extra("container") else []
+    program = shlex.join((*job.python, "-u", "-m", "torchdistpackage.cli.standby"))
+    lines.append(f'{program} "$_tdp_run/job/config.yaml"')
+    return " \\\n    ".join(lines)
 
 
 def verdict(job: BatchJob, start: str = "_tdp_start", more: str = "") -> tuple[str, str]:
@@ -140,8 +166,29 @@ _tdp_answering() {{
     done
     wait
 }}
+_tdp_tell() {{ (trap "" PIPE; printf '%s\\n' "$*" >&7) 2>/dev/null; }}
+# Nodes whose standby answers: it has killed what was left of the ranks there.
+_tdp_standing_answers() {{
+    local word own node num=0 wait={_STANDING_S}
+    while IFS=' ' read -r -t "$wait" word own node <&6; do
+        [ "$word $own" = "here $_tdp_own" ] || continue
+        printf '%s\\n' "$node"
+        num=$((num + 1))
+        [ "$num" -lt {enough} ] || wait={_LATE_STANDING_S}
+    done
+}}
 _tdp_ask() {{
-    local nodes
+    local nodes word
+    while IFS=' ' read -r -t 0.01 word nodes <&6; do
+        [ "$word" != ready ] || _tdp_num_standing=$((_tdp_num_standing + 1))
+    done
+    _tdp_standing=
+    if [ "$_tdp_num_standing" -ge "$SLURM_JOB_NUM_NODES" ] && _tdp_tell "who $_tdp_own"; then
+        _tdp_standing=yes _tdp_asked=$SLURM_JOB_NUM_NODES
+        _tdp_end_step >&2 &
+        exec 9< <(_tdp_standing_answers)
+        return
+    fi
     nodes=$(command scontrol show hostnames "$(_tdp_squeue %N)")
     _tdp_asked=$(wc -w <<<"$nodes")
     # shellcheck disable=SC2086
@@ -171,8 +218,13 @@ _tdp_ready() {{
         printf '%s\n' "${{_tdp_list[@]:0:$_tdp_left_nodes}}" | sort)
     hosts=$(printf '%s,' "${{_tdp_list[@]}}")
     _tdp_only=("--nodelist=${{hosts%,}}")
-    [ "$_tdp_left_nodes" -gt 0 ] || return
-    if [ "$num" -lt "$_tdp_asked" ] || ! _tdp_fits {_SHARES_S}; then
+    if [ "$_tdp_left_nodes" -le 0 ]; then
+        _tdp_num_standing=0
+        return 1
+    fi
+    if [ -n "$_tdp_standing" ]; then
+        :
+    elif [ "$num" -lt "$_tdp_asked" ] || ! _tdp_fits {_SHARES_S}; then
         # Slurm may never end a step that lost a node, whose tasks on these nodes
         # were killed.
         _tdp_only+=(--overlap --mem=0)
@@ -200,6 +252,34 @@ _tdp_await() {{
     done
     wait "$1"
 }}
+# As srun with --kill-on-bad-exit, by the standbys of the nodes.
+_tdp_run_standing() {{
+    local word own node code left=$_tdp_left_nodes worst=0 since= nodes
+    local reports=$_tdp_run/job/failures.$_tdp_own/rank*.json
+    nodes=$(IFS=,; echo "${{_tdp_list[*]}}")
+    _tdp_tell "run $_tdp_own $nodes {job.shape.tasks_per_node}" || return 1
+    while [ "$left" -gt 0 ]; do
+        if IFS=' ' read -r -t 0.3 word own node code <&6; then
+            [ "$word $own" = "done $_tdp_own" ] || continue
+            left=$((left - 1))
+            if [ "$code" -ne 0 ] && [ "$worst" -eq 0 ]; then
+                worst=$code
+                _tdp_tell "end $_tdp_own"
+            fi
+        elif [ $? -le 128 ]; then
+            worst=1
+            break
+        fi
+        if [ -z "$since" ]; then
+            [ "$worst" -eq 0 ] && ! compgen -G "$reports" >/dev/null || since=$SECONDS
+        elif [ $((SECONDS - since)) -ge {_REPORTED_S} ]; then
+            _tdp_say "a rank has failed, and the others are waited for no longer"
+            [ "$worst" -ne 0 ] || worst=137
+            break
+        fi
+    done
+    return "$worst"
+}}
 # Whether one of the nodes of the ranks starts no task.
 _tdp_node_lost() {{
     local hosts
@@ -225,13 +305,19 @@ _tdp_guard() {{
                 echo "job $1: its first node $2 is lost, so it is {ended}" >>"$3"
                 {end} "$1"
             done' guard "$_tdp_job" "$first" "$_tdp_run/logs/main.log" \\
-        "${{SLURM_RESTART_COUNT:-0}}" </dev/null &
+        "${{SLURM_RESTART_COUNT:-0}}" </dev/null 6<&- 7>&- &
     _tdp_guarding=$!
 }}
 IFS=$'\\n' read -r -d '' -a _tdp_list < <(command scontrol show hostnames "$(_tdp_squeue %N)")
 # srun takes the first ones, and leaves spare nodes idle.
 _tdp_list=("${{_tdp_list[@]:0:$_tdp_nodes}}")
 _tdp_left_nodes=$_tdp_nodes _tdp_left_tasks=$_tdp_ntasks _tdp_only=()
+# A process on each node that has imported everything and starts ranks when it is told to.
+_tdp_standing= _tdp_num_standing=0
+coproc _tdp_standby {{
+{indent(_standby(job), "    ")}
+}}
+exec 6<&"${{_tdp_standby[0]}}" 7>&"${{_tdp_standby[1]}}"
 if [ "$SLURM_JOB_NUM_NODES" -gt "$_tdp_nodes" ]; then
     _tdp_only=("--nodelist=$(IFS=,; echo "${{_tdp_list[*]}}")")
 fi
