@@ -137,6 +137,22 @@ BROKEN_MODELS: list[tuple[dict[str, Any], str, str]] = [
     (
         {
             "model__hf": "m",
+            "model__lora": {"target": ("q_proj",), "load_in_4bit": True, "load_in_8bit": True},
+        },
+        "model.lora.load_in_8bit",
+        "model.lora.load_in_8bit load_in_4bit both set one false",
+    ),
+    (
+        {
+            "model__hf": "m",
+            "model__lora": {"target": ("q_proj",), "bnb_4bit_use_double_quant": True},
+        },
+        "model.lora.bnb_4bit_use_double_quant",
+        "model.lora.bnb_4bit_use_double_quant load_in_4bit set that true",
+    ),
+    (
+        {
+            "model__hf": "m",
             "model__lora": {"target": ("q_proj",), "load_in_4bit": True},
             "train__compile": "blocks",
         },

@@ -66,10 +66,21 @@ def two_steps_of(overrides: list[str], folder: str) -> list[float]:
 
 
 def rounded(weight: torch.Tensor, quant_type: str) -> torch.Tensor:
-    """By the code book: bitsandbytes' own kernel is wrong for some rows on some processors."""
-    from bitsandbytes.functional import quantize_4bit
+    """By the code book: bitsandbytes' own kernel is wrong for some rows on some processors.
 
-    values, state = quantize_4bit(weight.float(), quant_type=quant_type, compress_statistics=False)
+    quant_type: "int8", or a type of 4 bits, behind which "+" is for double quantisation.
+    """
+    from bitsandbytes import functional
+
+    if quant_type == "int8":
+        values, scales, _ = functional.int8_vectorwise_quant(weight.float())
+        return functional.int8_vectorwise_dequant(values, scales).to(weight.dtype)
+    is_double = quant_type.endswith("+")
+    values, state = functional.quantize_4bit(
+        weight.float(), quant_type=quant_type.removesuffix("+"), compress_statistics=is_double
+    )
+    if is_double:
+        state.absmax = functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
     return by_code_book(values, state, list(range(state.absmax.numel()))).to(weight.dtype)
 
 
@@ -124,7 +135,7 @@ def held_bytes(overrides: list[str]) -> tuple[int, int]:
     tensors = {id(p): p.nbytes for p in run.stage.parameters()}
     for layer in run.stage.modules():
         if isinstance(product := getattr(layer, "product", None), PackedProduct):
-            tensors[id(layer)] = layer.weight.nbytes + product.state.absmax.nbytes
+            tensors[id(layer)] = layer.weight.nbytes + product.state.num_bytes
     return sum(tensors.values()), planned.weights_bytes
 
 

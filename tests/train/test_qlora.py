@@ -27,7 +27,7 @@ from torchdistpackage.checkpoint.manifest import read_manifest
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import loads
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.layout.four_bit import keeps_blocks, packed_bytes
+from torchdistpackage.layout.four_bit import PackedFormat, keeps_blocks
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.tensor import four_bit
 from torchdistpackage.plan.run_plan import make_plan
@@ -41,6 +41,15 @@ CASES = {
     "llama, tied": (WIDE | {"num_key_value_heads": 2}, "[v_proj, o_proj, up_proj]", "fp4"),
     "gemma2": (WIDE, "[all-linear]", "nf4"),
     "gpt2": ({"n_embd": 128, "n_layer": 2, "n_head": 2}, "[c_attn]", "nf4"),
+    "llama, double": (WIDE | {"intermediate_size": 512}, "[q_proj, down_proj]", "nf4+"),
+    "llama, int8": (MODELS["llama"], "[q_proj, down_proj]", "int8"),
+    "gpt2, int8": (MODELS["gpt2"], "[c_attn]", "int8"),
+}
+KEYS = {
+    "nf4": "load_in_4bit: true",
+    "fp4": "load_in_4bit: true, bnb_4bit_quant_type: fp4",
+    "nf4+": "load_in_4bit: true, bnb_4bit_use_double_quant: true",
+    "int8": "load_in_8bit: true",
 }
 LAYOUTS = {
     "alone": {},
@@ -55,10 +64,7 @@ LAYOUTS = {
 
 def lora(name: str) -> str:
     _, target, quant_type = CASES[name]
-    return (
-        f"model.lora={{r: 3, alpha: 6, target: {target}, load_in_4bit: true, "
-        f"bnb_4bit_quant_type: {quant_type}}}"
-    )
+    return f"model.lora={{r: 3, alpha: 6, target: {target}, {KEYS[quant_type]}}}"
 
 
 def options_of(name: str) -> dict:
@@ -68,7 +74,7 @@ def options_of(name: str) -> dict:
         "r": 3,
         "lora_alpha": 6,
         "target_modules": "all-linear" if "all" in target else target[1:-1].split(", "),
-        "fan_in_fan_out": name == "gpt2",
+        "fan_in_fan_out": name.startswith("gpt2"),
     }
 
 
@@ -81,7 +87,9 @@ def rounded_model(ranks, tmp_path_factory):
         if name not in made:
             sizes, _, quant_type = CASES[name]
             folder = str(tmp_path_factory.mktemp("qlora") / "model")
-            ranks(1).run(save_model, MODELS[name] | sizes, folder)
+            ranks(1).run(
+                save_model, MODELS.get(name, MODELS[name.partition(",")[0]]) | sizes, folder
+            )
             held = ranks(1).run(initial_of, [f"model.hf={folder}", lora(name)])
             initial, options = parity.whole(held), options_of(name)
             made[name] = folder, ranks(1).run(of_rounded, folder, initial, options, quant_type)[0]
@@ -93,7 +101,9 @@ def rounded_model(ranks, tmp_path_factory):
 def cases():
     small = {("llama", "pipe2xtensor2")}
     for name in CASES:
-        for layout in LAYOUTS if name != "gpt2" else list(LAYOUTS)[:-1]:
+        for layout in LAYOUTS if not name.startswith("gpt2") else list(LAYOUTS)[:-1]:
+            if "tensor" in LAYOUTS[layout] and CASES[name][2] == "nf4+":
+                continue  # refused
             yield pytest.param(name, layout, marks=() if (name, layout) in small else FULL)
 
 
@@ -115,6 +125,8 @@ def test_three_steps_are_those_of_peft_over_rounded_weights(ranks, rounded_model
     [
         ("llama", "tensor2", "data2xpipe2"),
         pytest.param("gpt2", "data2-zero3", "pipe2xtensor2", marks=FULL),
+        pytest.param("llama, double", "data2xpipe2", "data2-zero3", marks=FULL),
+        pytest.param("llama, int8", "tensor2", "data2xpipe2", marks=FULL),
     ],
 )
 def test_a_run_goes_on_and_is_merged_into_what_it_was_trained_over(
@@ -135,17 +147,26 @@ def test_a_run_goes_on_and_is_merged_into_what_it_was_trained_over(
     with quiet():
         assert main(["export", str(tmp_path), str(tmp_path / "apart")]) == 0
         assert main(["export", str(tmp_path), str(tmp_path / "merged"), "--merge"]) == 0
-    assert "4-bit values of" in capsys.readouterr().out
+    assert f"{8 if CASES[name][2] == 'int8' else 4}-bit values of" in capsys.readouterr().out
     quant_type = CASES[name][2]
     (expected,) = ranks(1).run(merged_by_peft, folder, str(tmp_path / "apart"), quant_type)
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert merged and all(torch.equal(x, expected[key]) for key, x in merged.items())
 
 
-@pytest.mark.parametrize("layout", ["pipe2xtensor2", pytest.param("data2xpipe2", marks=FULL)])
-def test_a_plan_has_the_bytes_that_ranks_hold(ranks, rounded_model, layout):
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llama", "pipe2xtensor2"),
+        pytest.param("llama", "data2xpipe2", marks=FULL),
+        pytest.param("llama, double", "data2xpipe2", marks=FULL),
+        pytest.param("llama, int8", "pipe2xtensor2", marks=FULL),
+        pytest.param("gpt2, int8", "tensor2", marks=FULL),
+    ],
+)
+def test_a_plan_has_the_bytes_that_ranks_hold(ranks, rounded_model, name, layout):
     size, changes = asked(LAYOUTS[layout])
-    overrides = [*RUN, f"model.hf={rounded_model('llama')[0]}", lora("llama"), *changes]
+    overrides = [*RUN, f"model.hf={rounded_model(name)[0]}", lora(name), *changes]
     for held, planned in ranks(size).run(held_bytes, [*overrides, "precision.dtype=float32"]):
         assert held == planned
 
@@ -159,6 +180,29 @@ def test_losses_are_those_of_transformers_own_model_in_4_bits(ranks, rounded_mod
     size, changes = asked(LAYOUTS["tensor2"])
     for found in ranks(size).run(losses_of, [*overrides, *changes]):
         assert found == pytest.approx(truth, rel=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(300, 64), (8, 32), (513, 96)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("quant_type", ["nf4+", "fp4+", "int8"])
+def test_values_are_the_bits_of_bitsandbytes(quant_type, dtype, shape):
+    packing = PackedFormat(quant_type.removesuffix("+"), double_quant=quant_type.endswith("+"))
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    values, state = four_bit.packed(weight, packing)
+    assert values.nbytes + state.num_bytes == packing.num_bytes(weight.numel(), len(weight))
+    wide = torch.float32 if quant_type == "int8" else dtype
+    expected = rounded(weight.to(wide), quant_type)
+    assert torch.equal(four_bit.unpacked(values, state, wide), expected)
+
+
+def test_double_quantisation_is_not_cut(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["llama"] | WIDE))
+    overrides = [f"model.hf={tmp_path}", lora("llama, double"), "parallel.tensor=2"]
+    with pytest.raises(ConfigError) as caught:
+        make_plan(loads("{}", overrides=overrides), 2)
+    assert tells(
+        caught.value, "bnb_4bit_use_double_quant", "16384", "parallel.tensor=2", "set tensor"
+    )
 
 
 def test_cuts_within_blocks_are_refused(tmp_path):
@@ -229,8 +273,10 @@ def test_a_kernel_that_is_wrong_on_this_processor_is_found(
         assert verdict is None or found == verdict
         for shape in ((8, 32), (6, 96), (6, 160), (100, 48), (2, 192), (5, 7)):
             weight = torch.randn(shape).to(dtype)
-            values, state = four_bit.packed(weight, quant_type)
-            assert values.nbytes + state.absmax.nbytes == packed_bytes(weight.numel())
+            packing = PackedFormat(quant_type)
+            values, state = four_bit.packed(weight, packing)
+            num_bytes = packing.num_bytes(weight.numel(), len(weight))
+            assert values.nbytes + state.num_bytes == num_bytes
             back = four_bit.unpacked(values, state, dtype)
             rtol = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
             torch.testing.assert_close(back, rounded(weight, quant_type), rtol=rtol, atol=0)

@@ -134,8 +134,10 @@ def _stages(plan: Plan) -> str:
     if trained != number:
         total += f", of which {trained:,} ({trained / number:.2%}) are trained"
     if plan.packed:
-        in_4_bits = sum(math.prod(plan.layouts[name].shape) for name in plan.packed)
-        total += f" and {in_4_bits:,} are held in 4 bits"
+        number = sum(math.prod(plan.layouts[name].shape) for name in plan.packed)
+        packing = plan.config.model.lora.packing
+        assert packing is not None
+        total += f" and {number:,} are held in {packing.bits} bits"
     head = f"{total}; each rank of a pipe index holds, in {unit}{notes}"
     return f"{head}\n{text_table(memory)}\n\n{text_table(stage_rows, last_left=True)}"
 

@@ -131,10 +131,11 @@ def export(
     resolve(COMPLETE)(written, config, model)
     files = sorted(x.name for x in Path(written).glob("*.safetensors"))
     named = "config.json" if merge else model.files().config
-    if merge and model.packed():
+    packing = config.model.lora.packing
+    if merge and packing is not None:
         named += (
-            f"; adapters were added to the 4-bit values of {len(model.packed())} weights, with "
-            "which they were trained"
+            f"; adapters were added to the {packing.bits}-bit values of {len(model.packed())} "
+            "weights, with which they were trained"
         )
     typer.echo(f"{path} -> {written}: {len(files)} files of weights, {named}")
     if (day := config.data.template_date) is not None:

@@ -8,6 +8,7 @@ from torchdistpackage.config import types as k
 from torchdistpackage.config.head_tasks import is_head
 from torchdistpackage.config.types import NamedSection, Section, default
 from torchdistpackage.layout.balances import BALANCES, WITH_LOSS
+from torchdistpackage.layout.four_bit import PackedFormat, packed_format
 
 
 class RopeSection(Section):
@@ -153,6 +154,26 @@ class LoraSection(Section):
         description="4-bit type of load_in_4bit, by the names of bitsandbytes: nf4 for values "
         "that are normally distributed, fp4 for a 4-bit float.",
     )
+    bnb_4bit_use_double_quant: bool = Field(
+        default=False,
+        description="Quantize the scales of load_in_4bit too, to 8 bits, which saves 0.37 bits for "
+        "each weight. parallel.tensor has to be 1.",
+    )
+    load_in_8bit: bool = Field(
+        default=False,
+        description="Keep the frozen weights of all linear layers except the output head in 8 "
+        "bits, rounded as LLM.int8() rounds them, with a scale for each output.",
+    )
+
+    @property
+    def packing(self) -> PackedFormat | None:
+        """The format of the frozen weights; None: that of the model."""
+        return packed_format(
+            self.load_in_4bit,
+            self.load_in_8bit,
+            self.bnb_4bit_quant_type,
+            self.bnb_4bit_use_double_quant,
+        )
 
 
 class MoESection(Section):

@@ -255,17 +255,31 @@ def _saved_modules_are_no_reference(c: RunConfig, world_size: int | None) -> str
     )
 
 
-@rule("model.lora.load_in_4bit", "precision.fp8", "train.compile")
-def _products_of_4_bits(c: RunConfig, world_size: int | None) -> str | None:
-    if not c.model.lora.load_in_4bit:
+@rule("model.lora.load_in_8bit", "model.lora.load_in_4bit", "model.lora.bnb_4bit_use_double_quant")
+def _weights_have_one_format(c: RunConfig, world_size: int | None) -> str | None:
+    lora = c.model.lora
+    if lora.load_in_8bit and lora.load_in_4bit:
+        return "model.lora.load_in_8bit and load_in_4bit are both true; set one of them to false"
+    if lora.target is not None and lora.bnb_4bit_use_double_quant and not lora.load_in_4bit:
+        return (
+            "model.lora.bnb_4bit_use_double_quant has no effect without load_in_4bit; set that to "
+            "true, or remove it"
+        )
+    return None
+
+
+@rule("model.lora.load_in_4bit", "model.lora.load_in_8bit", "precision.fp8", "train.compile")
+def _matmuls_of_packed_weights(c: RunConfig, world_size: int | None) -> str | None:
+    packing = c.model.lora.packing
+    if packing is None:
         return None
     keys = {"precision.fp8": c.precision.fp8, "train.compile": c.train.compile}
     on = [f"{key}={value}" for key, value in keys.items() if value != "off"]
     if not on:
         return None
     return (
-        f"model.lora.load_in_4bit unpacks weights inside their matmuls, which {' and '.join(on)} "
-        f"would replace; set that to off, or load_in_4bit to false"
+        f"model.lora.load_in_{packing.bits}bit unpacks weights inside their matmuls, which "
+        f"{' and '.join(on)} would replace; set that to off, or load_in_{packing.bits}bit to false"
     )
 
 

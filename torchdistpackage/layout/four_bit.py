@@ -1,19 +1,54 @@
-"""Sizes and valid cuts of 4-bit weights of linear layers, as numbers. No torch.
+"""Sizes and valid cuts of frozen weights in 4 or 8 bits, as numbers. No torch.
 
-bitsandbytes quantizes blocks of 64 elements in memory order, each with its own scale. So a shard of
-the quantized matrix equals the quantized shard only if every cut lies between blocks.
+In 4 bits bitsandbytes quantizes blocks of 64 elements in memory order, each with its own scale. So
+a shard of the quantized matrix equals the quantized shard only if every cut lies between blocks.
 """
+
+from dataclasses import dataclass
+from typing import Literal
 
 from torchdistpackage.layout.derive import blocks
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.topology.mesh import Mesh
 
 BLOCK_SIZE = 64
+SCALES_PER_BLOCK = 256
+"""Number of scales that are quantized together by double quantization."""
 
 
-def packed_bytes(count: int) -> int:
-    """Return the bytes of `count` elements, stored as whole blocks with a float32 scale each."""
-    return -(-count // BLOCK_SIZE) * (BLOCK_SIZE // 2 + 4)
+@dataclass(frozen=True, slots=True)
+class PackedFormat:
+    """The format of frozen weights. quant_type: nf4 or fp4, with a scale for each block of
+    elements, or int8, with one for each row of outputs. double_quant: the scales of 4-bit weights
+    are quantized too, to 8 bits.
+    """
+
+    quant_type: Literal["nf4", "fp4", "int8"]
+    double_quant: bool = False
+
+    @property
+    def bits(self) -> int:
+        """Bits of one element."""
+        return 8 if self.quant_type == "int8" else 4
+
+    def num_bytes(self, count: int, rows: int) -> int:
+        """Return the bytes of `count` elements in `rows` of outputs, with their scales."""
+        if self.bits == 8:
+            return count + 4 * rows
+        num_blocks = -(-count // BLOCK_SIZE)
+        if not self.double_quant:
+            return num_blocks * (BLOCK_SIZE // 2 + 4)
+        scales = num_blocks + 4 * -(-num_blocks // SCALES_PER_BLOCK) + 4  # and their mean
+        return num_blocks * BLOCK_SIZE // 2 + scales
+
+
+def packed_format(
+    load_in_4bit: bool, load_in_8bit: bool, quant_type: Literal["nf4", "fp4"], double_quant: bool
+) -> PackedFormat | None:
+    """Return the format that the keys of model.lora ask for; None: weights are not packed."""
+    if load_in_8bit:
+        return PackedFormat("int8")
+    return PackedFormat(quant_type, double_quant) if load_in_4bit else None
 
 
 def keeps_blocks(layout: Layout, inputs: int, mesh: Mesh) -> bool:

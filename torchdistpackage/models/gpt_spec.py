@@ -43,8 +43,8 @@ class GPTSpec:
     def buffers(self) -> dict[str, Layout]:
         return {}
 
-    def packed(self) -> frozenset[str]:
-        return frozenset()
+    def packed(self) -> Mapping[str, int]:
+        return {}
 
     def piece_costs(self) -> tuple[float, ...]:
         return gpt_numbers.piece_costs(self.shape)

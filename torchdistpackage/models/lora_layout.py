@@ -7,7 +7,7 @@ whole, and each a part of its gradient. Names are those of peft's files without 
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,13 @@ from torchdistpackage.config.head_tasks import ModelHead, is_head
 from torchdistpackage.config.hugging_face import ADAPTER_FILE
 from torchdistpackage.config.model_section import is_adapter, is_inside, trains_with_adapters
 from torchdistpackage.families.table import Weight
-from torchdistpackage.layout.four_bit import BLOCK_SIZE, keeps_blocks
+from torchdistpackage.layout.four_bit import (
+    BLOCK_SIZE,
+    SCALES_PER_BLOCK,
+    PackedFormat,
+    keeps_blocks,
+    packed_format,
+)
 from torchdistpackage.layout.layout import Axes, Layout
 from torchdistpackage.layout.partition import either, nearest
 from torchdistpackage.models.hugging_face_layout import FolderFiles
@@ -32,8 +38,8 @@ ADAPTER_FILES = FolderFiles(ADAPTER_FILE, "adapter_model.safetensors", is_sharde
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """The settings of adapters: peft's r, lora_alpha, lora_dropout and target_modules. quant_type:
-    the 4-bit type of the frozen weights; None: they have the model's type. use_rslora: peft's.
+    """The settings of adapters: peft's r, lora_alpha, lora_dropout and target_modules. packing:
+    the format of the frozen weights; None: they have the model's type. use_rslora: peft's.
     adapter: the folder whose values they start with; None: they are drawn. modules_to_save,
     use_dora: peft's.
     """
@@ -42,7 +48,7 @@ class Lora:
     alpha: float
     dropout: float
     target: tuple[str, ...]
-    quant_type: str | None = None
+    packing: PackedFormat | None = None
     use_rslora: bool = False
     adapter: str | None = None
     modules_to_save: tuple[str, ...] = ()
@@ -52,13 +58,18 @@ class Lora:
     def of_section(cls, section: Mapping[str, Any] | None) -> "Lora | None":
         if section is None or section["target"] is None:
             return None
-        quant_type = section["bnb_4bit_quant_type"] if section["load_in_4bit"] else None
+        packing = packed_format(
+            section["load_in_4bit"],
+            section["load_in_8bit"],
+            section["bnb_4bit_quant_type"],
+            section["bnb_4bit_use_double_quant"],
+        )
         return cls(
             section["r"],
             section["alpha"],
             section["dropout"],
             tuple(section["target"]),
-            quant_type,
+            packing,
             section["use_rslora"],
             section["adapter"],
             tuple(section["modules_to_save"] or ()),
@@ -115,14 +126,18 @@ class Lora:
             of_layer[m.name] = Weight(m, "norms")
         return of_layer
 
-    def packed(self, weights: Mapping[str, Weight], output: str) -> frozenset[str]:
-        """Return the names of the weights held in 4 bits: those of frozen linear layers except the
-        head, as transformers chooses them. output: path of the head.
+    def packed(self, weights: Mapping[str, Weight], output: str) -> dict[str, int]:
+        """Return the weights held in 4 or 8 bits, by name the dim of their inputs: those of frozen
+        linear layers except the head, as transformers chooses them. output: path of the head.
         """
-        if self.quant_type is None:
-            return frozenset()
-        linear = (name for name, weight in weights.items() if weight.inputs is not None)
-        return frozenset(x for x in linear if not self.trains(x) and x != f"{output}.weight")
+        if self.packing is None:
+            return {}
+        return {
+            name: weight.inputs
+            for name, weight in weights.items()
+            if weight.inputs is not None
+            if not self.trains(name) and name != f"{output}.weight"
+        }
 
     def adapter_config(
         self,
@@ -336,16 +351,30 @@ def saved_problems(
 
 
 def cut_problem(
-    weights: Mapping[str, Weight], packed: frozenset[str], tensor: int, axis: str = "tensor"
+    lora: Lora,
+    weights: Mapping[str, Weight],
+    packed: Collection[str],
+    tensor: int,
+    axis: str = "tensor",
 ) -> str | None:
     """Return the error text if `tensor` ranks would split blocks of 4-bit weights, or None."""
+    packing = lora.packing
+    if tensor == 1 or packing is None or packing.bits == 8:  # rows of 8 bits may be cut anywhere
+        return None
+    if packing.double_quant and packed:
+        return (
+            f"bnb_4bit_use_double_quant takes {SCALES_PER_BLOCK} scales together, those of "
+            f"{SCALES_PER_BLOCK * BLOCK_SIZE} elements, and the mean of all scales of a weight, "
+            f"which parallel.tensor={tensor} ranks would cut, such as of {min(packed)}; set "
+            f"tensor to 1, or model.lora.bnb_4bit_use_double_quant to false"
+        )
 
     def cut_within(size: int) -> list[str]:
         mesh = Mesh(((axis, size),))
         pairs = ((name, weights[name]) for name in sorted(packed))
         return [n for n, w in pairs if not keeps_blocks(w.layout, w.inputs or 0, mesh)]
 
-    wrong = cut_within(tensor) if tensor > 1 else []
+    wrong = cut_within(tensor)
     if not wrong:
         return None
     shape = weights[wrong[0]].layout.shape

@@ -122,8 +122,9 @@ class ModelSpec(Protocol):
         """
         ...
 
-    def packed(self) -> frozenset[str]:
-        """Return the global names of the frozen parameters that ranks hold in 4 bits."""
+    def packed(self) -> Mapping[str, int]:
+        """Return the frozen parameters that ranks hold in 4 or 8 bits: by global name the dim of
+        their inputs."""
         ...
 
     def piece_costs(self) -> tuple[float, ...]:

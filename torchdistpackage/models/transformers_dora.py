@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
-from torchdistpackage.parallel.tensor.four_bit import PackedProduct, unpacked
+from torchdistpackage.parallel.tensor import four_bit
 from torchdistpackage.parallel.tensor.linear import RowLinear
 
 
@@ -64,8 +64,8 @@ class Dora(nn.Module):
     def _rows(self, base_layer: Any, dtype: torch.dtype) -> Tensor:
         """Return the weight of a layer on this rank as (Dout, Din)."""
         product = getattr(base_layer, "product", None)
-        if isinstance(product, PackedProduct):
-            return unpacked(base_layer.weight, product.state, dtype)
+        if isinstance(product, four_bit.PackedProduct):
+            return four_bit.unpacked(base_layer.weight, product.state, dtype)
         weight: Tensor = base_layer.weight.to(dtype)
         return weight.t() if self.fan_in_fan_out else weight
 

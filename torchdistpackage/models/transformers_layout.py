@@ -106,10 +106,10 @@ class TransformersShape:
         return resolve(_DOCUMENTS)(self.given)
 
     @cached_property
-    def packed(self) -> frozenset[str]:
-        """Global names of weights that ranks hold in 4 bits."""
+    def packed(self) -> Mapping[str, int]:
+        """Weights that ranks hold in 4 or 8 bits: by global name the dim of their inputs."""
         if self.lora is None:
-            return frozenset()
+            return {}
         return self.lora.packed(weights(self), self.kind.output)
 
     @property

@@ -1,6 +1,6 @@
-"""Adapters on the modules of transformers, and the weights below them in 4 bits.
+"""Adapters on the modules of transformers, and the packed weights below them.
 
-peft, of the extra `hf`, makes the adapters. Weights in 4 bits stay on the meta device until a
+peft, of the extra `hf`, makes the adapters. Packed weights stay on the meta device until a
 folder is read, and then go through the device one by one: it never holds two of them in full.
 """
 
@@ -25,7 +25,7 @@ from torchdistpackage.parallel.tensor.four_bit import (
     unpacked,
 )
 from torchdistpackage.parallel.tensor.full import copy_part
-from torchdistpackage.parallel.tensor.linear import Linear
+from torchdistpackage.parallel.tensor.linear import Linear, RowLinear
 from torchdistpackage.topology.mesh import Mesh
 
 
@@ -73,9 +73,9 @@ def _add_magnitudes(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def weights_to_pack(stage: nn.Module, shape: TransformersShape) -> dict[str, str]:
-    """Return the weights of a stage that are held in 4 bits: local name -> global name.
+    """Return the weights of a stage that are held in 4 or 8 bits: local name -> global name.
 
-    Layers that no rank splits become `PackedLinear` here; split ones can hold 4 bits already.
+    Layers that no rank splits become `PackedLinear` here; split ones can pack a weight already.
     """
     to_pack = {
         name: key
@@ -98,7 +98,7 @@ def read_packed(
     device: torch.device,
     reader: Callable[[str, Layout, Tensor], object],
 ) -> None:
-    """Read and pack the weights of a `TransformersStage` that are held in 4 bits, one by one.
+    """Read and pack the weights of a `TransformersStage` that are held in 4 or 8 bits, one by one.
 
     reader: puts the values of (local name, layout) at `index` of `mesh` into a tensor.
     """
@@ -109,7 +109,8 @@ def read_packed(
         unpacked_weight = torch.empty(shape, dtype=layer.weight.dtype, device=device)
         reader(name, weight.layout, unpacked_weight)
         rows = unpacked_weight if weight.inputs == 1 else unpacked_weight.t()
-        pack_weight(layer, rows, lora.quant_type)
+        group = layer.group if isinstance(layer, RowLinear) else None
+        pack_weight(layer, rows, lora.packing, group)
 
 
 @torch.no_grad()
@@ -135,9 +136,9 @@ def read_adapters(
 def round_weights(model: nn.Module, shape: TransformersShape) -> None:
     """Round the weights of a full model to the values over which its adapters were trained."""
     listed, lora = weights(shape), shape.lora
-    assert lora is not None and lora.quant_type is not None
+    assert lora is not None and lora.packing is not None
     for name, parameter in model.named_parameters():
         if (key := global_name(shape, name)) in shape.packed:
             value = parameter if listed[key].inputs == 1 else parameter.t()
-            rounded = unpacked(*packed(value, lora.quant_type), parameter.dtype)
+            rounded = unpacked(*packed(value, lora.packing), parameter.dtype)
             parameter.copy_(rounded if listed[key].inputs == 1 else rounded.t())

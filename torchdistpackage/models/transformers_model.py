@@ -161,9 +161,7 @@ def on_meta(shape: TransformersShape, dtype: torch.dtype | None = None) -> Any:
         NotAvailableError: transformers is not installed, or too old.
         ConfigError: it refuses these settings.
     """
-    check_packages(
-        *(() if shape.lora is None else ("peft",)), *(("bitsandbytes",) if shape.packed else ())
-    )
+    check_packages(*(() if shape.lora is None else ("peft",)), *_packers(shape))
     dtype = dtype or torch.get_default_dtype()
     with ALONE:
         model = transformers_meta.on_meta(shape.given, dtype, head=shape.head)
@@ -174,6 +172,12 @@ def on_meta(shape: TransformersShape, dtype: torch.dtype | None = None) -> Any:
                 return with_adapters(model, shape, shape.lora, dtype)
         except transformers_meta.settings_errors() as error:
             raise refused(error) from error
+
+
+def _packers(shape: TransformersShape) -> tuple[str, ...]:
+    """Return the packages that pack frozen weights."""
+    packing = None if shape.lora is None else shape.lora.packing
+    return ("bitsandbytes",) if packing is not None and packing.bits == 4 else ()
 
 
 def _blocks_of(model: Any, shape: TransformersShape, pieces: range) -> Any:

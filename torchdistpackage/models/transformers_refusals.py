@@ -236,7 +236,7 @@ def _lora_problems(shape: TransformersShape, tensor: int) -> list[tuple[str, str
     of_adapters = [("model.lora.target", text) for text in problems]
     saved = saved_problems(shape.lora, shape.family, weights(shape), shape.tied)
     of_adapters += [("model.lora.modules_to_save", text) for text in saved]
-    if text := cut_problem(weights(shape), shape.packed, tensor):
+    if text := cut_problem(shape.lora, weights(shape), shape.packed, tensor):
         of_adapters.append(("parallel.tensor", text))
     return of_adapters
 

@@ -47,7 +47,7 @@ class TransformersSpec:
     def buffers(self) -> dict[str, Layout]:
         return transformers_layout.buffers(self.shape)
 
-    def packed(self) -> frozenset[str]:
+    def packed(self) -> Mapping[str, int]:
         return self.shape.packed
 
     def piece_costs(self) -> tuple[float, ...]:

@@ -1,7 +1,7 @@
 """Bytes of weights, gradients and optimizer state on one rank, from layouts only. No torch."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchdistpackage.config.optimizers import ParameterPart
@@ -10,11 +10,11 @@ from torchdistpackage.errors import ConfigError
 from torchdistpackage.layout.derive import (
     Creation,
     gradient_ranks,
+    local_shape,
     num_elements,
     sharding_ranks,
 )
 from torchdistpackage.layout.exchanges import EXCHANGES
-from torchdistpackage.layout.four_bit import packed_bytes
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.partition import greedy_partition
 from torchdistpackage.topology.mesh import Topology
@@ -76,12 +76,12 @@ def memory(
     topology: Topology,
     layouts: Iterable[Layout],
     rank: int,
-    packed: Collection[str] = (),
+    packed: Mapping[str, int] | None = None,
     own_parts: Mapping[str, int] | None = None,
 ) -> MemoryEstimate:
-    """Estimate the bytes of a rank that holds these parameters. packed: names of those held in 4
-    bits. own_parts: number of elements of each parameter that ZeRO leaves to the rank, if known;
-    the rank holds all of the others.
+    """Estimate the bytes of a rank that holds these parameters. packed: those held in 4 or 8 bits,
+    by name the dim of their inputs. own_parts: number of elements of each parameter that ZeRO
+    leaves to the rank, if known; the rank holds all of the others.
 
     ZeRO stage 1 leaves to each rank that shares a parameter its part of the optimizer's state (or
     all of it for some parameters, of an optimizer that needs them whole), stage 2 of the gradient
@@ -94,6 +94,7 @@ def memory(
     weight, wide = formats.weights, formats.gradients
     zero, has_copy = config.parallel.zero, weight != wide
     adds_up = zero < 2 or config.pipeline.microbatches > 1
+    inputs, packing = packed or {}, config.model.lora.packing
     weights = gradients = optimizer = 0
     layouts = list(layouts)
     parts: Mapping[str, int] = {} if own_parts is None else own_parts
@@ -103,8 +104,11 @@ def memory(
         mesh = topology.view(layout.view)
         count = num_elements(layout, mesh, rank)
         if not config.model.is_trained(layout.name):
-            is_packed = layout.name in packed
-            weights += packed_bytes(count) if is_packed else count * weight.num_bytes
+            if packing is None or layout.name not in inputs:
+                weights += count * weight.num_bytes
+            else:
+                rows = local_shape(layout, mesh, rank)[1 - inputs[layout.name]]
+                weights += packing.num_bytes(count, rows)
             continue
         weights += count * weight.num_bytes * config.has_reference_copy
         part = parts.get(layout.name, count)

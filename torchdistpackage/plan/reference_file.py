@@ -32,7 +32,8 @@ def identity(config: RunConfig) -> dict[str, str]:
     else:
         reference = data_fingerprint([str(folder)])
     lora = model.lora
-    packed = lora.bnb_4bit_quant_type if lora.load_in_4bit else ""
+    packing = lora.packing
+    packed = "" if packing is None else packing.quant_type + " double" * packing.double_quant
     # a chat template may write a date, which a start fills in
     dated = {} if data.template_date is None else {"data.template_date": str(data.template_date)}
     return {

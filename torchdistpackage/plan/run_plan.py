@@ -222,9 +222,9 @@ class Plan:
         return self.config.model.is_trained(parameter)
 
     @property
-    def packed(self) -> frozenset[str]:
-        """Global names of parameters that ranks hold in 4 bits."""
-        return frozenset() if self.model is None else self.model.packed()
+    def packed(self) -> Mapping[str, int]:
+        """Parameters that ranks hold in 4 or 8 bits: by global name the dim of their inputs."""
+        return {} if self.model is None else self.model.packed()
 
     @property
     def user_code(self) -> dict[str, tuple[str, Mapping[str, object]]]:

@@ -84,9 +84,11 @@ def _trace(plan: Plan, places: Sequence[int]) -> tuple[dict[int, TracedStage], d
     """Return the traced stages by number, and the layouts of a user's own model."""
     if plan.packed:  # compares numbers, so it comes before there are none
         lora = cast(TransformersShape, plan.shape).lora
-        assert lora is not None and lora.quant_type is not None
+        assert lora is not None and lora.packing is not None
         dtype = getattr(torch, plan.numbers.weights.dtype)
-        checked_kernel(_HOST, torch.float32 if dtype == torch.float64 else dtype, lora.quant_type)
+        if lora.packing.bits == 4:
+            kind = torch.float32 if dtype == torch.float64 else dtype
+            checked_kernel(_HOST, kind, lora.packing.quant_type)
     sample, num = _sample(plan), plan.config.data.rows_per_sample
     indices = sorted({*(places or asked_places(plan))}) if plan.model else asked_places(plan)
 

@@ -1,11 +1,14 @@
-"""Frozen weights of linear layers in 4 bits (QLoRA: Dettmers et al., arXiv:2305.14314).
+"""Frozen weights of linear layers in 4 bits (QLoRA: Dettmers et al., arXiv:2305.14314) or 8 bits.
 
+In 8 bits each row of outputs has a scale, as in LLM.int8() (Dettmers et al., arXiv:2208.07339),
+whose activations are rounded as well; here they are not. In 4 bits each block has one:
 bitsandbytes, of the extra `int8`, quantizes and packs them. Each matmul unpacks its weight again,
 forward and backward, so that no pass keeps a wide one. Matmuls are torch's own, in the type of x:
 in float64 those of bitsandbytes are wrong. Its kernels differ by processor, so each is compared
 with the code book before the first weight is packed, and a table lookup replaces a wrong one.
 """
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchdistpackage.comm import primitives
+from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.layout.four_bit import BLOCK_SIZE
+from torchdistpackage.layout.four_bit import BLOCK_SIZE, SCALES_PER_BLOCK, PackedFormat
 
 Kind = tuple[str, torch.dtype, str]
 """Key of a bitsandbytes kernel: (kind of device, dtype of the weight, quant_type)."""
 _CHECKED: dict[Kind, "KernelVerdict"] = {}
+_MOST = 127.0
+"""Largest value in 8 bits."""
+_STEP = 7.874015718698502e-3
+"""1 / 127 as bitsandbytes rounds it, so that values have its bits."""
 _ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 """Largest relative error of a correct kernel; its result may be rounded differently."""
 
@@ -35,47 +44,124 @@ class KernelVerdict:
 
 
 @dataclass(frozen=True, slots=True)
+class DoubleScales:
+    """The scales of blocks in 8 bits: an index into `code` for each, times the scale of
+    `SCALES_PER_BLOCK` of them, plus the mean of all.
+    """
+
+    indices: Tensor
+    scales: Tensor
+    code: Tensor
+    mean: Tensor
+
+    @classmethod
+    def of(cls, absmax: Tensor) -> "DoubleScales":
+        from bitsandbytes.functional import quantize_blockwise
+
+        mean = absmax.mean()
+        indices, state = quantize_blockwise(absmax - mean, blocksize=SCALES_PER_BLOCK)
+        return cls(indices, state.absmax, state.code, mean)
+
+    def wide(self) -> Tensor:
+        """Return the scales in float32."""
+        scales = self.scales.repeat_interleave(SCALES_PER_BLOCK)[: self.indices.numel()]
+        return self.code[self.indices.int()] * scales + self.mean
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one weight; `code` is the same for all."""
+        return self.indices.nbytes + self.scales.nbytes + self.mean.nbytes
+
+
+@dataclass(frozen=True, slots=True)
 class PackedState:
-    """The state that `unpacked` needs besides the values of a weight of this shape.
+    """The state that `unpacked` needs besides the values of a weight of this shape in 4 bits.
 
     blocks: the QuantState of bitsandbytes, over rows of one block. has_kernel: bitsandbytes' kernel
-    is correct for these; otherwise a table lookup replaces it.
+    is correct for these; otherwise a table lookup replaces it. double: the scales, where `blocks`
+    has none.
     """
 
     blocks: Any
     shape: torch.Size
     has_kernel: bool
+    double: DoubleScales | None = None
 
     @property
     def absmax(self) -> Tensor:
-        return self.blocks.absmax
+        return self.blocks.absmax if self.double is None else self.double.wide()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the scales."""
+        return self.absmax.nbytes if self.double is None else self.double.num_bytes
+
+    def with_scales(self) -> Any:
+        """Return the QuantState with scales in float32."""
+        if self.double is None:
+            return self.blocks
+        state = copy(self.blocks)
+        state.absmax = self.double.wide()
+        return state
 
 
-def packed(weight: Tensor, quant_type: str) -> tuple[Tensor, PackedState]:
-    """Return weight (Dout, Din) in 4 bits, two elements per byte, and the state that unpacks it.
+@dataclass(frozen=True, slots=True)
+class RowState:
+    """The largest absolute value of each row of a weight in 8 bits."""
 
-    quant_type: nf4 or fp4. A weight in float64 is first rounded to float32.
+    absmax: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the scales."""
+        return self.absmax.nbytes
+
+
+def packed(
+    weight: Tensor, packing: PackedFormat, group: Group | None = None
+) -> tuple[Tensor, PackedState | RowState]:
+    """Return weight (Dout, Din) in 4 bits, two elements per byte, or 8, and the state that unpacks
+    it. A weight in float64 is first rounded to float32.
+
+    group: ranks that each have a part of every row; None: this one has whole rows.
 
     Raises:
         ConfigError: bitsandbytes cannot do it on this device.
     """
     # the kernels of bitsandbytes take no float64
     wide = weight.detach().float() if weight.dtype == torch.float64 else weight.detach()
-    verdict = checked_kernel(wide.device, wide.dtype, quant_type)
-    values, state = _quantized(wide.contiguous(), quant_type)
-    return _in_blocks(values, state), PackedState(state, weight.shape, verdict.by_blocks)
+    if packing.bits == 8:
+        return _packed_by_rows(wide.float(), group)
+    verdict = checked_kernel(wide.device, wide.dtype, packing.quant_type)
+    values, state = _quantized(wide.contiguous(), packing.quant_type)
+    values, double = _in_blocks(values, state), None
+    if packing.double_quant:
+        double, state.absmax = DoubleScales.of(state.absmax), None
+    return values, PackedState(state, weight.shape, verdict.by_blocks, double)
 
 
-def unpacked(values: Tensor, state: PackedState, dtype: torch.dtype) -> Tensor:
+def _packed_by_rows(wide: Tensor, group: Group | None) -> tuple[Tensor, RowState]:
+    absmax = wide.abs().amax(dim=1)
+    if group is not None:
+        absmax = primitives.all_reduce(absmax, group, primitives.MAX)
+    # a row of zeros has no scale
+    factor = torch.where(absmax > 0, _MOST / absmax, torch.zeros_like(absmax))
+    return torch.round(wide * factor[:, None]).to(torch.int8), RowState(absmax)
+
+
+def unpacked(values: Tensor, state: PackedState | RowState, dtype: torch.dtype) -> Tensor:
     """Return the quantized weight (Dout, Din) in a wide dtype.
 
     The kernel sees rows of one block each: bitsandbytes 0.50 on CPUs with AVX-512 reads the scale
     of a wrong block where the length of a row is no multiple of the block, and compiles a kernel
     for every matrix whose rows are odd.
     """
+    if isinstance(state, RowState):
+        return (values * state.absmax[:, None] * _STEP).to(dtype)
     from bitsandbytes.functional import dequantize_4bit
 
-    wide = dequantize_4bit(values, state.blocks) if state.has_kernel else _looked_up(values, state)
+    has_kernel = state.has_kernel
+    wide = dequantize_4bit(values, state.with_scales()) if has_kernel else _looked_up(values, state)
     # the matmul is in the dtype of its input
     return wide.flatten()[: state.shape.numel()].view(state.shape).to(dtype)
 
@@ -155,7 +241,7 @@ def _in_blocks(values: Tensor, state: Any) -> Tensor:
 
 def _looked_up(values: Tensor, state: PackedState) -> Tensor:
     """Unpack with the code book only: element 2i is the high half of byte i."""
-    code, scale = state.blocks.code.float(), state.blocks.absmax
+    code, scale = state.blocks.code.float(), state.absmax
     pairs = torch.stack((code.repeat_interleave(16), code.repeat(16)), dim=-1)
     wide = pairs[values.flatten().int()].flatten()
     missing = scale.numel() * BLOCK_SIZE - wide.numel()
@@ -179,7 +265,7 @@ class _ProductOfPacked(torch.autograd.Function):
 class PackedProduct:
     """`torch.nn.functional.linear` of x (..., Din) and a weight that `packed` made."""
 
-    state: PackedState
+    state: PackedState | RowState
 
     def __call__(self, x: Tensor, values: Tensor, bias: Tensor | None = None) -> Tensor:
         kind = x.device.type
@@ -192,7 +278,7 @@ class PackedProduct:
 
 
 class PackedLinear(nn.Module):
-    """A full linear layer that has, or will have, a 4-bit weight (`pack_weight`)."""
+    """A full linear layer that has, or will have, a packed weight (`pack_weight`)."""
 
     product: PackedProduct
 
@@ -204,12 +290,14 @@ class PackedLinear(nn.Module):
         return self.product(x, self.weight, self.bias)
 
 
-def pack_weight(layer: Any, weight: Tensor, quant_type: str) -> None:
+def pack_weight(
+    layer: Any, weight: Tensor, packing: PackedFormat, group: Group | None = None
+) -> None:
     """Make a `PackedLinear`, a ColumnLinear or a RowLinear multiply by this weight (Dout, Din) in 4
-    bits.
+    or 8 bits. group: as of `packed`.
 
     The weight becomes a buffer, unknown to optimizers, gradient reduction and checkpoints."""
-    values, state = packed(weight, quant_type)
+    values, state = packed(weight, packing, group)
     del layer.weight
     layer.register_buffer("weight", values, persistent=False)
     layer.product = PackedProduct(state)
