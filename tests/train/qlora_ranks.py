@@ -49,7 +49,8 @@ def bitsandbytes_in_float32() -> Iterator[None]:
 def qlora_steps(overrides: list[str]) -> tuple[Answer, dict[str, torch.Tensor]]:
     """(three steps, the buffers with weights in 4 bits)."""
     run = trainer(overrides)
-    packed = {n: b.clone() for n, b in run.stage.named_buffers() if b.dtype == torch.uint8}
+    kinds = torch.uint8, torch.int8
+    packed = {n: b.clone() for n, b in run.stage.named_buffers() if b.dtype in kinds}
     assert packed and not any(p.is_meta for p in run.stage.parameters() if not p.requires_grad)
     with bitsandbytes_in_float32():
         return steps_of(run, range(1, STEPS + 1)), packed
