@@ -255,31 +255,37 @@ def _saved_modules_are_no_reference(c: RunConfig, world_size: int | None) -> str
     )
 
 
-@rule("model.lora.load_in_8bit", "model.lora.load_in_4bit", "model.lora.bnb_4bit_use_double_quant")
+@rule("model.lora.load_in_8bit", "model.lora.load_in_4bit")
 def _weights_have_one_format(c: RunConfig, world_size: int | None) -> str | None:
+    if not (c.model.lora.load_in_8bit and c.model.lora.load_in_4bit):
+        return None
+    return "model.lora.load_in_8bit and load_in_4bit are both true; set one of them to false"
+
+
+@rule("model.lora.bnb_4bit_use_double_quant", "model.lora.load_in_4bit", "model.lora.target")
+def _scales_are_of_4_bits(c: RunConfig, world_size: int | None) -> str | None:
     lora = c.model.lora
-    if lora.load_in_8bit and lora.load_in_4bit:
-        return "model.lora.load_in_8bit and load_in_4bit are both true; set one of them to false"
-    if lora.target is not None and lora.bnb_4bit_use_double_quant and not lora.load_in_4bit:
-        return (
-            "model.lora.bnb_4bit_use_double_quant has no effect without load_in_4bit; set that to "
-            "true, or remove it"
-        )
-    return None
+    if lora.target is None or lora.load_in_4bit or not lora.bnb_4bit_use_double_quant:
+        return None
+    return (
+        "model.lora.bnb_4bit_use_double_quant has no effect without load_in_4bit; set that to "
+        "true, or remove it"
+    )
 
 
 @rule("model.lora.load_in_4bit", "model.lora.load_in_8bit", "precision.fp8", "train.compile")
 def _matmuls_of_packed_weights(c: RunConfig, world_size: int | None) -> str | None:
-    packing = c.model.lora.packing
-    if packing is None:
+    lora = c.model.lora
+    if not (lora.load_in_4bit or lora.load_in_8bit):
         return None
     keys = {"precision.fp8": c.precision.fp8, "train.compile": c.train.compile}
     on = [f"{key}={value}" for key, value in keys.items() if value != "off"]
     if not on:
         return None
+    key = "load_in_8bit" if lora.load_in_8bit else "load_in_4bit"
     return (
-        f"model.lora.load_in_{packing.bits}bit unpacks weights inside their matmuls, which "
-        f"{' and '.join(on)} would replace; set that to off, or load_in_{packing.bits}bit to false"
+        f"model.lora.{key} unpacks weights inside their matmuls, which {' and '.join(on)} would "
+        f"replace; set that to off, or {key} to false"
     )
 
 
