@@ -2,31 +2,39 @@
 
     scripts/coverage                      all of them; writes docs/model_classes.md and the line
                                           of docs/hugging_face.md that counts them
-    scripts/coverage --state FILE         the same in pieces: cells that FILE has are not tried
-                                          again, but with --again those that are no number
+    scripts/coverage --state FILE         the same in pieces: cells that the page or FILE has are
+                                          not tried again
+    scripts/coverage --again              but those that are not right are
+    scripts/coverage --again olmo2        and all cells of a class that is named
     scripts/coverage --seconds 240        ends after so many, and writes what there is
     scripts/coverage --columns context    a few columns, by the beginnings of their names
     scripts/coverage olmo2 mixtral        a few, printed alone
     scripts/coverage --layouts            the layouts of all of them alone: minutes, and no step
 
-Each class is made small, trained for three AdamW steps in float64 on two ranks, and compared with
-transformers in one process: losses, gradients and weights. The layouts of `tensor_parallel(model)`
-are compared with those of the run.
+Each class is made small, trained for three AdamW steps in float64 on two ranks, which are threads
+of one process, and compared with transformers: losses, gradients and weights. The layouts of
+`tensor_parallel(model)` are compared with those of the run.
 """
 
 import argparse
+import importlib
 import json
+import os
 import re
+import signal
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.models import coverage_ranks
 from tests.models.found_cases import SHARED
-from torchdistpackage.harness.pool import RankPool
+from tests.models.thread_pool import ThreadPool
 from torchdistpackage.models.shrunk_config import shrunk, without_dropout
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -111,12 +119,12 @@ SPREAD, SCALE = 4.0, 7.0
 """A class whose own parameters are float32 differs from itself when its loss is multiplied by SCALE
 and its gradients are divided by it: AdamW makes whole steps of rounded zeros. By at most SPREAD
 times as much it may differ on a layout."""
-PRELOAD = (
-    "torch._dynamo",
-    "torchdistpackage.train.worker",
-    "transformers",
-    "tests.models.coverage_ranks",
-)
+LIMIT_S = 400.0
+"""For all columns of one class."""
+PRELOAD = ("torch._dynamo", "transformers", "peft", "torchdistpackage.train.worker")
+"""What a class needs, so that its fork does not import it."""
+OK, OK_ROUNDED = "ok", "ok, float32 within"
+"""Cells of the page that are right."""
 
 
 def names() -> list[str]:
@@ -163,23 +171,20 @@ def _counts_experts(settings: Mapping[str, Any]) -> Iterator[bool]:
 
 
 def rows(
-    pool: RankPool,
+    pool: ThreadPool,
     wanted: list[str],
     axes: Mapping[str, list[str]] = AXES,
     known: Mapping[str, Mapping[str, Any]] | None = None,
-    is_over: Callable[[], bool] = lambda: False,
 ) -> Iterator[dict]:
     """For each name its class, and by axis the difference or the reason of the refusal.
 
-    known: cells that are not tried again, by name. is_over: whether to begin no other cell.
+    known: cells that are not tried again, by name.
     """
     for name in wanted:
         row: dict[str, Any] = {"name": name}
         missing = {x: axes[x] for x in axes if x not in (known or {}).get(name, {})}
         if not missing or "why" in (known or {}).get(name, {}):
             continue
-        if is_over():
-            return
         with tempfile.TemporaryDirectory() as folder:
             at = f"{folder}/model"
             small, alone = settings(name), coverage_ranks.alone
@@ -197,17 +202,16 @@ def rows(
                 yield {**row, "why": STOPPED + _last_line(error)}
                 continue
             steps, mode, truths = coverage_ranks.STEPS, coverage_ranks.MODES[0], {}
+            has_routers = pool(1).run(coverage_ranks.counts_routers, at)[0]
             if found is not None:
                 mode, truths[1] = found
                 row |= {} if mode == coverage_ranks.MODES[0] else {"mode": mode}
             for axis, overrides in missing.items():
-                if is_over():
-                    break
                 if axis in SPECIAL:
                     row[axis] = SPECIAL[axis](pool, at, truths, mode)
                     continue
                 # ranks with data of their own count the routers' loss apart, if they have one
-                apart = "parallel.data=2" in overrides and name not in SHARED
+                apart = has_routers and "parallel.data=2" in overrides and name not in SHARED
                 if apart and truths and 2 not in truths:
                     truths[2] = pool(1).run(alone, at, 2, steps, 1.0, mode)[0]
                 run = [f"model.hf={at}", *overrides]
@@ -228,7 +232,7 @@ def rows(
 Truths = dict[int, coverage_ranks.Answer]
 
 
-def _packed(pool: RankPool, at: str, truths: Truths, mode: str) -> float | str:
+def _packed(pool: ThreadPool, at: str, truths: Truths, mode: str) -> float | str:
     """Documents of packed samples, beside transformers on each alone."""
     if (why := pool(1).run(coverage_ranks.refused_documents, at)[0]) is not None:
         return why
@@ -241,23 +245,23 @@ def _packed(pool: RankPool, at: str, truths: Truths, mode: str) -> float | str:
     return _compared(pool, run, truth, 1, mode)
 
 
-def _adapted(pool: RankPool, at: str, truths: Truths, mode: str) -> float | str:
+def _adapted(pool: ThreadPool, at: str, truths: Truths, mode: str) -> float | str:
     """Adapters on all linear layers of the blocks, beside peft."""
     run = [f"model.hf={at}", *DATA, "model.lora={r: 2, alpha: 4, target: [all-linear]}"]
     if (why := pool(1).run(coverage_ranks.refusal, run, 2)[0]) is not None:
         return why
-
-    def truth() -> coverage_ranks.Answer:
-        initial = pool(2).run(coverage_ranks.initial, run)
+    try:
+        found = pool(2).run(coverage_ranks.steps_from, run, coverage_ranks.STEPS, mode)
+        initial = [begins for begins, _ in found]
         layers = (name.partition(".lora_")[0] for name, *_ in initial[0] if ".lora_" in name)
-        names = sorted(set(layers))
-        options = {"r": 2, "lora_alpha": 4, "target_modules": names}
-        return pool(1).run(coverage_ranks.lora_truth, at, initial, options, 1, mode)[0]
+        options = {"r": 2, "lora_alpha": 4, "target_modules": sorted(set(layers))}
+        truth = pool(1).run(coverage_ranks.lora_truth, at, initial, options, 1, mode)[0]
+        return coverage_ranks.largest_difference([answer for _, answer in found], truth, mode)
+    except Exception as error:
+        return STOPPED + _last_line(error)
 
-    return _compared(pool, run, truth, 2, mode)
 
-
-def _compiled(pool: RankPool, at: str, truths: Truths, mode: str) -> float | str:
+def _compiled(pool: ThreadPool, at: str, truths: Truths, mode: str) -> float | str:
     """Blocks of one graph each, in one process."""
     cell = tried(pool, [f"model.hf={at}", *AXES["compile"]], truths.get(1), 1, mode)
     if isinstance(cell, str) and (said := _ONE_GRAPH.search(cell)) is not None:
@@ -268,7 +272,7 @@ def _compiled(pool: RankPool, at: str, truths: Truths, mode: str) -> float | str
 _ONE_GRAPH = re.compile(r"train\.compile=blocks: .* cannot be compiled to one graph.*")
 
 
-def _exported(pool: RankPool, at: str, truths: Truths, mode: str) -> float | str:
+def _exported(pool: ThreadPool, at: str, truths: Truths, mode: str) -> float | str:
     """The folder that a checkpoint of two ranks becomes, as transformers reads it."""
     overrides = AXES["export"]
     if why := pool(1).run(coverage_ranks.refusal, [f"model.hf={at}", *overrides], 2)[0]:
@@ -282,7 +286,7 @@ def _exported(pool: RankPool, at: str, truths: Truths, mode: str) -> float | str
 
 
 def _compared(
-    pool: RankPool,
+    pool: ThreadPool,
     run: list[str],
     truth: Callable[[], coverage_ranks.Answer],
     size: int,
@@ -294,7 +298,7 @@ def _compared(
         return STOPPED + _last_line(error)
 
 
-SPECIAL: dict[str, Callable[[RankPool, str, Truths, str], float | str]] = {
+SPECIAL: dict[str, Callable[[ThreadPool, str, Truths, str], float | str]] = {
     "packed documents": _packed,
     "LoRA": _adapted,
     "compile": _compiled,
@@ -303,7 +307,7 @@ SPECIAL: dict[str, Callable[[RankPool, str, Truths, str], float | str]] = {
 """Columns with a truth of their own."""
 
 
-def layouts_alone(pool: RankPool, wanted: list[str]) -> Iterator[tuple[str, str]]:
+def layouts_alone(pool: ThreadPool, wanted: list[str]) -> Iterator[tuple[str, str]]:
     """For each name how `tensor_parallel(model)` and `model.hf` split it over two ranks:
     `equal`, how they differ, why a run refuses it, or STOPPED and what was raised."""
     for name in wanted:
@@ -329,7 +333,7 @@ def _size(overrides: list[str]) -> int:
 
 
 def tried(
-    pool: RankPool,
+    pool: ThreadPool,
     run: list[str],
     truth: coverage_ranks.Answer | None,
     size: int = 2,
@@ -409,7 +413,7 @@ def page(found: list[dict[str, Any]]) -> str:
         + ".",
         "",
         "`scripts/coverage` writes this page: each class made small, three AdamW steps in float64 "
-        "on two ranks beside transformers in one process; losses, gradients and weights. "
+        "on two ranks, threads of one process, beside transformers; losses, gradients and weights. "
         f"*ok*: within {EXACT:.0e}; *ok, float32 within*: within {ROUNDED:.0e}, as the class "
         f"itself rounds to float32, or within {SPREAD:.0f} times what transformers differs from "
         f"itself when its loss is multiplied by {SCALE:.0f} and its gradients are divided by it; "
@@ -435,7 +439,9 @@ def _is_exempt(row: Mapping[str, Any]) -> bool:
 def is_right(row: Mapping[str, Any], axis: str) -> bool:
     """Whether a class trains along an axis, and as one process does."""
     value = row.get(axis)
-    return isinstance(value, float) and value <= max(ROUNDED, SPREAD * row.get("spread", 0.0))
+    if isinstance(value, str):
+        return value in (OK, OK_ROUNDED)
+    return value is not None and value <= max(ROUNDED, SPREAD * row.get("spread", 0.0))
 
 
 def _cell(row: Mapping[str, Any], axis: str) -> str:
@@ -444,17 +450,59 @@ def _cell(row: Mapping[str, Any], axis: str) -> str:
         text = re.sub(r"^model\.hf=\S+: ", "", value)
         return text.replace("|", "/").replace("\n", " ")
     if value <= EXACT:
-        return "ok"
-    return "ok, float32 within" if is_right(row, axis) else f"**wrong**: off by {value:.1e}"
+        return OK
+    return OK_ROUNDED if is_right(row, axis) else f"**wrong**: off by {value:.1e}"
 
 
 def _is_settled(value: object) -> bool:
     """Whether a cell need not be tried again: it is a number, or does not apply."""
-    return isinstance(value, float) or str(value).startswith(NOT_THERE)
+    return isinstance(value, float) or str(value).startswith((OK, NOT_THERE))
+
+
+def from_page() -> dict[str, dict[str, Any]]:
+    """Rows as the page has them: the text of each cell that was tried."""
+    done: dict[str, dict[str, Any]] = {}
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    for line in (x for x in lines if x.startswith("| `")):
+        _, name, kind, *cells, _ = (cell.strip() for cell in line.split("|"))
+        tried = zip(AXES, cells, strict=False)
+        row: dict[str, Any] = {axis: cell for axis, cell in tried if cell != "not tried"}
+        done[name.strip("`")] = {"name": name.strip("`"), "class": kind, **row}
+    return done
+
+
+def forked(name: str, axes: Mapping[str, list[str]], known: Mapping[str, Any]) -> dict[str, Any]:
+    """The row of one class, tried in a fork of this process, which has imported all that it needs
+    and is not changed by what a class does."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "row.json"
+        child = os.fork()
+        if child == 0:
+            try:
+                os.setpgid(0, 0)
+                torch.set_num_threads(1)
+                for row in rows(ThreadPool(), [name], axes, {name: known}):
+                    file.write_text(json.dumps(row))
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+        ends = time.monotonic() + LIMIT_S
+        while os.waitpid(child, os.WNOHANG) == (0, 0):
+            if time.monotonic() > ends:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                break
+            time.sleep(0.1)
+        if file.exists():
+            return json.loads(file.read_text())
+    return {"name": name, **{x: f"{STOPPED}no answer" for x in axes if x not in known}}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("names", nargs="*")
     parser.add_argument("--state", type=Path)
     parser.add_argument("--layouts", action="store_true")
@@ -466,31 +514,34 @@ def main() -> None:
     ends = None if asked.seconds is None else time.monotonic() + asked.seconds
     axes = {x: AXES[x] for x in AXES if x.startswith(tuple(asked.columns))}
     if asked.layouts:
-        with RankPool(preload=PRELOAD) as pool:
-            for name, found in layouts_alone(pool, wanted):
-                print(f"{name}: {found}", flush=True)
+        for name, found in layouts_alone(ThreadPool(), wanted):
+            print(f"{name}: {found}", flush=True)
         return
-    done: dict[str, dict[str, Any]] = {}
+    done = from_page()
     if asked.state is not None and asked.state.exists():
         for row in map(json.loads, asked.state.read_text().splitlines()):
             done.setdefault(row["name"], {}).update(row)
     known = done
-    if asked.again:
+    if asked.again:  # of classes that are named all cells, else those that are not right
         known = {
-            name: {x: value for x, value in row.items() if x not in axes or _is_settled(value)}
+            name: {x: v for x, v in row.items() if x not in axes or _is_settled(v)}
             for name, row in done.items()
+            if name not in asked.names
         }
+    for module in PRELOAD:
+        importlib.import_module(module)
     first = [name for names_ in TWELVE.values() for name in names_]
-    ordered = sorted(wanted, key=lambda name: name not in first)
-    with RankPool(preload=PRELOAD) as pool:
-        for row in rows(
-            pool, ordered, axes, known, lambda: ends is not None and time.monotonic() > ends
-        ):
-            done.setdefault(row["name"], {}).update(row)
-            print(json.dumps(row), flush=True)
-            if asked.state is not None:
-                with asked.state.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+    for name in sorted(wanted, key=lambda name: name not in first):
+        if ends is not None and time.monotonic() > ends:
+            break
+        if not [x for x in axes if x not in known.get(name, {})] or "why" in known.get(name, {}):
+            continue
+        row = forked(name, axes, known.get(name, {}))
+        done.setdefault(name, {}).update(row)
+        print(json.dumps(row), flush=True)
+        if asked.state is not None:
+            with asked.state.open("a") as file:
+                file.write(json.dumps(row) + "\n")
     if not asked.names:
         found = [done.get(name, {"name": name}) for name in wanted]
         PAGE.write_text(page(found), encoding="utf-8")

@@ -4,9 +4,12 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from threading import get_ident
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -15,6 +18,7 @@ from tests.train.lora_ranks import peft_model, plain
 from tests.train.sources import PackedTokens, UnevenTokens
 from tests.train.transformers_ranks import everywhere_float64, whole
 from torchdistpackage.checkpoint.parts import TopologyRank
+from torchdistpackage.comm import primitives
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.ddp.sharded import ShardedOptimizer
 from torchdistpackage.errors import ConfigError
@@ -26,6 +30,7 @@ from torchdistpackage.models.transformers_meta import build_options, known_setti
 from torchdistpackage.models.transformers_refusals import refusals
 from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.tools.undisturbed import keep_random_states
+from torchdistpackage.train.build import build
 from torchdistpackage.train.decay import decaying
 from torchdistpackage.train.export import export_checkpoint
 from torchdistpackage.train.learning_rate import warmup_cosine
@@ -42,6 +47,9 @@ RUN = [
     *("optim.clip=0.0", "optim.lr=0.01"),
     *("train.steps=5", "optim.warmup_steps=0", "data.target=tests.train.sources:UnevenTokens"),
 ]
+_FLOAT32, _TO_FLOAT32 = torch.float32, torch.Tensor.float
+COMPUTING = dict[int, str]()
+"""By thread, the mode in which it computes."""
 Answer = tuple[parity.Held, list[parity.Held], list[float]]
 """Weights after the last step; gradients and losses of each."""
 
@@ -64,6 +72,11 @@ def refusal(overrides: list[str], size: int) -> str | None:
     except ConfigError as error:
         return str(error)
     return None
+
+
+def counts_routers(folder: str) -> bool:
+    """Whether the loss of a class has one of its routers."""
+    return bool(shape_of_section({"hf": folder}, SEQ_LEN, False).kind.auxiliary)
 
 
 def refused_documents(folder: str) -> str | None:
@@ -150,7 +163,26 @@ def other_layouts(folder: str, tensor: int = 2) -> str | None:
 def computing(mode: str) -> Iterator[None]:
     """Let transformers compute as one of MODES says."""
     with everywhere_float64() if mode == "everywhere" else nullcontext():
-        yield
+        COMPUTING[get_ident()] = mode
+        try:
+            yield
+        finally:
+            del COMPUTING[get_ident()]
+
+
+@contextmanager
+def narrow() -> Iterator[None]:
+    """Let torch be as it is outside of `everywhere_float64`, within it."""
+    wide = torch.get_default_dtype()
+    torch.set_default_dtype(_FLOAT32)
+    try:
+        with (
+            patch.multiple(torch, float=_FLOAT32, float32=_FLOAT32),
+            patch.object(torch.Tensor, "float", _TO_FLOAT32),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(wide)
 
 
 def truth_of(folder: str) -> tuple[str, Answer] | None:
@@ -182,12 +214,16 @@ def alone(
 
     section = parity.config([*RUN, f"model.hf={folder}"])
     dtype = torch.float32 if mode == "float32" else torch.float64
+    # some classes make parameters of their routers in float32, whatever the dtype
+    with computing(mode):
+        if adapters is None:
+            model = AutoModelForCausalLM.from_pretrained(folder, **build_options(dtype)).train()
+        else:
+            model = peft_model(folder, *adapters, dtype=dtype)
     if adapters is None:
-        model = AutoModelForCausalLM.from_pretrained(folder, **build_options(dtype)).train()
         tied, fixed = getattr(model, "all_tied_weights_keys", {}), _fixed(model)
         named = {tied.get(n, n): p for n, p in model.named_parameters() if n not in fixed}
     else:
-        model = peft_model(folder, *adapters, dtype=dtype)
         named = {plain(n): p for n, p in model.named_parameters() if p.requires_grad}
     optim, decay = section.optim, section.optim.weight_decay
     shrinks = {model.get_parameter(name) for name in decaying(model)}
@@ -255,12 +291,22 @@ def loss_of_documents(
     return total / (targets != -100).sum()
 
 
-def steps(overrides: list[str], num_steps: int = STEPS, mode: str = MODES[0]) -> Answer:
-    """The same on this rank of a layout."""
+def steps(
+    overrides: list[str],
+    num_steps: int = STEPS,
+    mode: str = MODES[0],
+    begins: list[parity.Held] | None = None,
+) -> Answer:
+    """The same on this rank of a layout. begins: gets the weights before the first step."""
     dtype = "float32" if mode == "float32" else "float64"
-    run = parity.trainer([*RUN, f"precision.dtype={dtype}", *overrides])
-    for stage in run.stage.values():  # tried before all is float64
-        _ = stage.shape.documents_way  # type: ignore[attr-defined]
+    config = parity.config([*RUN, f"precision.dtype={dtype}", *overrides])
+    plan = make_plan(config, dist.get_world_size())
+    if "Packed" in str(config.data.target):  # tried before all is float64
+        _ = shape_of_section({"hf": config.model.hf}, SEQ_LEN, False).documents_way
+    with computing(mode):
+        run = build(plan, dist.get_rank(), primitives.device_of(dist.group.WORLD))
+    if begins is not None:
+        begins.append(parity.held(run, "data"))
     plain = run.accumulate
 
     def accumulate(*args: Any, **how: Any) -> Tensor:
@@ -310,9 +356,13 @@ def largest_difference(found: list[Answer], truth: Answer, mode: str = MODES[0])
     return worst
 
 
-def initial(overrides: list[str]) -> parity.Held:
-    """Weights of a run before its first step."""
-    return parity.held(parity.trainer([*RUN, *overrides]), "data")
+def steps_from(
+    overrides: list[str], num_steps: int = STEPS, mode: str = MODES[0]
+) -> tuple[parity.Held, Answer]:
+    """Weights of a run before its first step, and its steps."""
+    begins: list[parity.Held] = []
+    answer = steps(overrides, num_steps, mode, begins)
+    return begins[0], answer
 
 
 def loads(overrides: list[str]) -> dict[str, tuple[int, ...]]:

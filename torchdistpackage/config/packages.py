@@ -1,6 +1,7 @@
 """The oldest supported releases of optional packages. No package is imported here."""
 
 import re
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 
 OLDEST = {"transformers": "4.56", "peft": "0.14", "bitsandbytes": "0.50"}
@@ -26,6 +27,7 @@ def too_old(package: str) -> str | None:
     )
 
 
+@lru_cache  # reading the metadata of a package takes milliseconds, and models ask many times
 def is_before(package: str, release: str) -> bool:
     """Return whether the installed release of `package` is older than `release`."""
     return _release(version(package)) < _release(release)

@@ -5,11 +5,12 @@ parts of a fused matrix. transformers lists these conversions, for both ways, an
 for one parameter at a time, so that a rank reads and holds what is its own.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cached_property, partial, singledispatch
+from functools import cached_property, lru_cache, partial, singledispatch
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from torchdistpackage.bounded import StoredTensor, same_bits
+from torchdistpackage.config.head_tasks import ModelHead
 from torchdistpackage.config.hugging_face import other_model, read_config
 from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.config.packages import is_before
@@ -98,6 +100,17 @@ class FoundFolder:
             return opened.get_tensor(stored_as)
 
 
+def _model_of(shape: TransformersShape) -> Any:
+    """Return the model of `shape` on meta, to read names and shapes from; nobody changes it."""
+    return _made(json.dumps(dict(shape.given), sort_keys=True, default=str), shape.head)
+
+
+@lru_cache(maxsize=1)
+def _made(text: str, head: ModelHead | None) -> Any:
+    # a start opens its folder twice, and transformers takes most of a second to make a model
+    return on_meta(json.loads(text), torch.float32, head=head)
+
+
 def open_found(folder: str | Path, shape: TransformersShape) -> FoundFolder:
     """Open a folder, and find which of its tensors make up which parameter; only headers are read.
 
@@ -107,7 +120,7 @@ def open_found(folder: str | Path, shape: TransformersShape) -> FoundFolder:
     """
     folder = Path(folder)
     stored = {k: x for k, x in headers(folder) if not UNREAD.search(f".{k}")}
-    model = on_meta(shape.given, torch.float32, head=shape.head)
+    model = _model_of(shape)
     shapes = _shapes(shape)
     groups, unexpected, _ = _groups(model, stored, shapes, shape.kind.aliases)
     is_anew, unread = _begins_anew(folder, shape, model)
@@ -175,7 +188,7 @@ def ignored_tensors(
     if not any((folder / name).is_file() for name in (SINGLE, INDEX)):
         return {}
     stored = {k: x for k, x in headers(folder) if not UNREAD.search(f".{k}")}
-    model = on_meta(shape.given, torch.float32, head=shape.head)
+    model = _model_of(shape)
     _, _, left = _groups(model, stored, _shapes(shape), shape.kind.aliases)
     is_read = (key for key in left if stored[key][1].dtype in DTYPES)
     return {key: (folder / stored[key][0], stored[key][1].shape) for key in is_read}
@@ -397,7 +410,7 @@ class Stored:
     """
 
     def __init__(self, shape: TransformersShape):
-        self._model = on_meta(shape.given, torch.float32, head=shape.head)
+        self._model = _model_of(shape)
         self._renamings, self._converters = self._reversed()
         shapes = _shapes(shape)
         self._alone = self._which_alone(shapes)
