@@ -22,6 +22,7 @@ from torchdistpackage.comm import primitives
 from torchdistpackage.config.errors import ConfigErrors
 from torchdistpackage.ddp.sharded import ShardedOptimizer
 from torchdistpackage.errors import ConfigError
+from torchdistpackage.models import transformers_meta
 from torchdistpackage.models.find_split import find_split, shape_of
 from torchdistpackage.models.model_spec import ModelUse
 from torchdistpackage.models.shrunk_config import VOCAB
@@ -47,6 +48,7 @@ RUN = [
     *("optim.clip=0.0", "optim.lr=0.01"),
     *("train.steps=5", "optim.warmup_steps=0", "data.target=tests.train.sources:UnevenTokens"),
 ]
+_PLAIN, _WIDE = list[Any](), list[bool]()
 _FLOAT32, _TO_FLOAT32 = torch.float32, torch.Tensor.float
 COMPUTING = dict[int, str]()
 """By thread, the mode in which it computes."""
@@ -76,7 +78,10 @@ def refusal(overrides: list[str], size: int) -> str | None:
 
 def counts_routers(folder: str) -> bool:
     """Whether the loss of a class has one of its routers."""
-    return bool(shape_of_section({"hf": folder}, SEQ_LEN, False).kind.auxiliary)
+    try:
+        return bool(shape_of_section({"hf": folder}, SEQ_LEN, False).kind.auxiliary)
+    except ConfigError:  # refused by name in each column
+        return False
 
 
 def refused_documents(folder: str) -> str | None:
@@ -170,6 +175,30 @@ def computing(mode: str) -> Iterator[None]:
             del COMPUTING[get_ident()]
 
 
+def _widen(model: nn.Module) -> Any:
+    """Make float64 what a class makes in float32, as weights of routers, whatever its dtype is."""
+    for parameter in model.parameters():
+        if parameter.dtype == _FLOAT32:
+            parameter.data = parameter.data.double()
+    return model
+
+
+@contextmanager
+def wide_parameters() -> Iterator[None]:
+    """Let models of a run be made with parameters of float64 alone. Threads may overlap in it."""
+    if not _PLAIN:
+        _PLAIN.append(transformers_meta.on_meta)
+        plain = _PLAIN[0]
+        transformers_meta.on_meta = lambda *given, **more: _widen(plain(*given, **more))
+    _WIDE.append(True)
+    try:
+        yield
+    finally:
+        _WIDE.pop()
+        if not _WIDE:
+            transformers_meta.on_meta = _PLAIN.pop()
+
+
 @contextmanager
 def narrow() -> Iterator[None]:
     """Let torch be as it is outside of `everywhere_float64`, within it."""
@@ -214,12 +243,12 @@ def alone(
 
     section = parity.config([*RUN, f"model.hf={folder}"])
     dtype = torch.float32 if mode == "float32" else torch.float64
-    # some classes make parameters of their routers in float32, whatever the dtype
-    with computing(mode):
-        if adapters is None:
-            model = AutoModelForCausalLM.from_pretrained(folder, **build_options(dtype)).train()
-        else:
-            model = peft_model(folder, *adapters, dtype=dtype)
+    if adapters is None:
+        model = AutoModelForCausalLM.from_pretrained(folder, **build_options(dtype)).train()
+    else:
+        model = peft_model(folder, *adapters, dtype=dtype)
+    if mode == MODES[0]:
+        _widen(model)
     if adapters is None:
         tied, fixed = getattr(model, "all_tied_weights_keys", {}), _fixed(model)
         named = {tied.get(n, n): p for n, p in model.named_parameters() if n not in fixed}
@@ -303,7 +332,7 @@ def steps(
     plan = make_plan(config, dist.get_world_size())
     if "Packed" in str(config.data.target):  # tried before all is float64
         _ = shape_of_section({"hf": config.model.hf}, SEQ_LEN, False).documents_way
-    with computing(mode):
+    with wide_parameters() if mode == MODES[0] else nullcontext():
         run = build(plan, dist.get_rank(), primitives.device_of(dist.group.WORLD))
     if begins is not None:
         begins.append(parity.held(run, "data"))

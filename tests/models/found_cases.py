@@ -72,6 +72,4 @@ OWN_ROUTING = (
     *("qwen3_next", "deepseek_v4", "nemotron_h", "dots1", "ernie4_5_moe"),
 )
 """Mixtures with shared experts, groups of experts, biases, or gates and routers of their own."""
-EXACT_ROUTING = ("gpt_oss", "minimax", "minimax_m2", "qwen3_next")
-"""Of these, those that compute in float64 throughout."""
 ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}

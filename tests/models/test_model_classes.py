@@ -133,6 +133,11 @@ def test_what_token_ids_alone_do_not_run_is_refused_by_name(tmp_path, family, sa
     assert said in plan(tmp_path, family)
 
 
+def test_blocks_with_experts_are_refused_as_graphs_before_ranks_start(tmp_path):
+    text = plan(tmp_path, "mixtral", "train.compile=blocks", "parallel.data=2")
+    assert tells(text, "model.layers.0.mlp.experts", "MixtralForCausalLM", "auto")
+
+
 def test_settings_of_which_transformers_makes_no_model_are_refused_by_its_class():
     with pytest.raises(ConfigError, match="MusicgenForCausalLM is made of MusicgenDecoderConfig"):
         known_settings(coverage.settings("musicgen"))

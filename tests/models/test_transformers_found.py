@@ -14,7 +14,6 @@ from tests.models import coverage, coverage_ranks
 from tests.models.coverage import settings
 from tests.models.found_cases import (
     EXACT,
-    EXACT_ROUTING,
     EXPERT,
     FULL,
     LAYOUTS,
@@ -173,9 +172,7 @@ def test_mixtures_with_routing_of_their_own_share_experts(ranks, saved, family, 
     folder, truth = saved(family)
     size = 2 if layout in ("expert2", "expert2-zero3", "expert2-recompute") else 4
     found = ranks(size).run(coverage_ranks.steps, [f"model.hf={folder}", *LAYOUTS[layout]])
-    # a router whose weights are float32 in a model of float64 rounds to that
-    most = 1e-9 if family in EXACT_ROUTING else coverage.ROUNDED
-    assert coverage_ranks.largest_difference(found, truth) < most
+    assert coverage_ranks.largest_difference(found, truth) < 1e-9
 
 
 @STACKED

@@ -24,6 +24,7 @@ class ModelUse:
     compares_rows: its loss is of answers or texts beside each other, not of tokens. head: in place
     of the one for the next token. num_class_weights: of data.class_weights. only_distils: its loss
     is the divergence from a teacher alone. is_embedding: its hidden states are compared.
+    compiles_blocks: every block has to become one graph.
     """
 
     seq_len: int
@@ -39,6 +40,7 @@ class ModelUse:
     only_distils: bool = False
     is_embedding: bool = False
     tp_comm_overlap: bool = False
+    compiles_blocks: bool = False
 
     @classmethod
     def of(cls, config: RunConfig, num_stages: int = 1) -> Self:
@@ -57,6 +59,7 @@ class ModelUse:
             config.train.distill.is_on and config.train.distill.kd_ratio == 1,
             config.data.is_embedding,
             p.tp_comm_overlap,
+            config.train.compile == "blocks",
         )
 
 

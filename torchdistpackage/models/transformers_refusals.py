@@ -18,6 +18,7 @@ from torchdistpackage.models.transformers_layout import (
     TransformersShape,
     can_share,
     context_problem,
+    layouts,
     weights,
 )
 
@@ -40,6 +41,8 @@ def refusals(shape: TransformersShape, use: ModelUse) -> list[tuple[str, str]]:
         problems.append(("parallel.sequence_parallel", text))
     if use.tp_comm_overlap and not shape.kind.splits_sequence:
         problems.append(("parallel.tp_comm_overlap", _needs_table(shape)))
+    if use.compiles_blocks and shape.kind.shared_experts:
+        problems.append(("train.compile", _routed(shape)))
     if use.compares_rows and shape.kind.auxiliary:
         text = (
             f"{name} adds the loss of its routers to that of tokens, which rows to compare do not "
@@ -134,6 +137,17 @@ def _slices_nothing(shape: TransformersShape) -> str | None:
     if shape.kind.unstaged is not None:
         return f"{shape.kind.unstaged}; set it to false"
     return None
+
+
+def _routed(shape: TransformersShape) -> str:
+    """Return why a block with experts is no graph."""
+    by_name = layouts(shape)
+    path = next(x for x, at in by_name.items() if "expert" in at.split_axes).rpartition(".")[0]
+    return (
+        f"blocks is for blocks that become one graph, and {path} of {shape.class_name} counts the "
+        f"tokens that its router sends to each expert on the host; set compile to auto, which "
+        f"leaves such blocks uncompiled, or to off"
+    )
 
 
 def _needs_table(shape: TransformersShape) -> str:
