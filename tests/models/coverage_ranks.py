@@ -27,6 +27,7 @@ from torchdistpackage.models.find_split import find_split, shape_of
 from torchdistpackage.models.model_spec import ModelUse
 from torchdistpackage.models.shrunk_config import VOCAB
 from torchdistpackage.models.transformers_layout import layouts, shape_of_section
+from torchdistpackage.models.transformers_lora import exact_targets
 from torchdistpackage.models.transformers_meta import build_options, known_settings
 from torchdistpackage.models.transformers_refusals import refusals
 from torchdistpackage.plan.run_plan import make_plan
@@ -246,7 +247,8 @@ def alone(
     if adapters is None:
         model = AutoModelForCausalLM.from_pretrained(folder, **build_options(dtype)).train()
     else:
-        model = peft_model(folder, *adapters, dtype=dtype)
+        with exact_targets():
+            model = peft_model(folder, *adapters, dtype=dtype)
     if mode == MODES[0]:
         _widen(model)
     if adapters is None:

@@ -25,6 +25,7 @@ from tests.models.found_cases import (
 )
 from tests.train import parity
 from torchdistpackage.families.registry import FAMILIES, SPLIT_ALONE
+from torchdistpackage.models.transformers_found import found_on
 from torchdistpackage.models.transformers_layout import TransformersShape, global_name, layouts
 from torchdistpackage.models.transformers_meta import on_meta
 
@@ -148,6 +149,19 @@ def test_tensor_ranks_take_the_steps_of_transformers(ranks, saved, family, chang
     size = 2 if layout == "tensor2" else 4
     found = ranks(size).run(coverage_ranks.steps, [f"model.hf={folder}", *LAYOUTS[layout]])
     assert coverage_ranks.largest_difference(found, truth) < 1e-9
+
+
+@STACKED
+@pytest.mark.parametrize(
+    ("family", "layer"),
+    [("llama4_text", "feed_forward.router"), ("phimoe", "router"), ("deepseek_v4", "o_a_proj")],
+)
+def test_linear_layers_with_a_forward_of_their_own_get_no_adapters(family, layer):
+    """A router that returns a tuple, and a matrix of groups."""
+    found = found_on(on_meta(settings(family), torch.float32))
+    inputs = {name: weight.inputs for name, weight in found.parameters.items()}
+    assert 1 in inputs.values()
+    assert {x for name, x in inputs.items() if name.endswith(f"{layer}.weight")} == {None}
 
 
 @STACKED

@@ -233,7 +233,8 @@ def _parameters(
         path, _, last = name.rpartition(".")
         module, inputs = model.get_submodule(path), None
         if last == "weight" and parameter.dim() == 2:
-            if isinstance(module, nn.Linear):
+            # a router that returns scores beside, or a matrix of groups, is more than its product
+            if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
                 inputs = 1
             elif type(module).__name__ == "Conv1D":  # transformers', stored transposed
                 inputs = 0

@@ -4,7 +4,8 @@ peft, of the extra `hf`, makes the adapters. Packed weights stay on the meta dev
 folder is read, and then go through the device one by one: it never holds two of them in full.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ def with_adapters(
         target_modules=list(layers),
         fan_in_fan_out=any(listed[f"{layer}.weight"].inputs == 0 for layer in layers),
     )
-    model = inject_adapter_in_model(settings, model)
+    with exact_targets():
+        model = inject_adapter_in_model(settings, model)
     if lora.use_dora:
         _add_magnitudes(model, dtype)
     for name, parameter in model.named_parameters():
@@ -56,6 +58,26 @@ def with_adapters(
         elif lora.trains(global_name(shape, name)):
             parameter.requires_grad_(True)
     return model
+
+
+@contextmanager
+def exact_targets() -> Iterator[None]:
+    """Let peft adapt the layers that are named and no others.
+
+    peft (0.21) takes a layer whose name ends in `gate_proj` or `up_proj` for an expert of
+    transformers 4, also in the MLP of a dense block, and adapts the stacked experts in its place.
+    """
+    try:
+        from peft.utils import transformers_weight_conversion as conversion
+    except ImportError:  # an earlier peft, which converts nothing
+        yield
+        return
+    convert = conversion.convert_peft_config_for_transformers
+    conversion.convert_peft_config_for_transformers = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        conversion.convert_peft_config_for_transformers = convert
 
 
 def _add_magnitudes(model: nn.Module, dtype: torch.dtype) -> None:
