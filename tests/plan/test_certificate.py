@@ -30,7 +30,7 @@ def test_a_certificate_holds_for_any_number_of_ranks_along_its_axes(tmp_path: Pa
     assert "there is no" in reasons(run) and proof_of(run, run) is None
     certificate(run, [{"data": 2}]).write(certificate_path(run))
     assert read_certificate(certificate_path(run)) == certificate(run, [{"data": 2}])
-    larger = config(tmp_path, "run.name=other", "log.every=7", data=4)
+    larger = config(tmp_path, "run.name=other", "log.every=7", "train.eval_every=9", data=4)
     assert proof_of(larger, larger) == str(certificate_path(run))
     split = config(tmp_path, "parallel.tensor=2")
     assert "data and tensor" in reasons(split)

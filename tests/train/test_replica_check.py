@@ -60,10 +60,17 @@ def flip(run: Trainer, name: str) -> None:
         tensor.view(torch.int32).view(-1)[1] ^= 1
 
 
-@pytest.mark.few(4)
+MOE = "model.moe={num_experts: 4, top_k: 2, hidden: 8}"
+
+
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("size", "extra", "name", "holders"),
     [
+        (4, ["data=4", "expert=2", MOE], "blocks.1.mlp.experts.down", {1, 3}),
+        (2, ["data=2", "expert=2", MOE], "blocks.1.mlp.router.weight", {0, 1}),
+        (2, ["tensor=2", "data=1", MOE], "blocks.1.mlp.router.weight#exp_avg", {0, 1}),
+        (2, ["tensor=2", "data=1", "sequence_parallel=true"], "blocks.1.norm2.weight", {0, 1}),
         (4, ["data=2", "tensor=2", "zero=3"], "blocks.0.norm1.weight#master", {0, 1, 2, 3}),
         (4, ["data=2", "tensor=2", "zero=1"], "blocks.0.norm1.weight#exp_avg", {0, 1, 2, 3}),
         (2, ["data=2"], "blocks.0.attention.qkv.weight#exp_avg_sq", {0, 1}),
@@ -79,7 +86,8 @@ def flip(run: Trainer, name: str) -> None:
     ids=lambda x: "-".join(x) if isinstance(x, list) else "",
 )
 def test_a_flipped_bit_is_seen_by_all_that_hold_a_copy(ranks, size, extra, name, holders):
-    told = ranks(size).run(flipped, [f"parallel.{x}" for x in extra], 1, name)
+    words = [x if x.startswith("model.") else f"parallel.{x}" for x in extra]
+    told = ranks(size).run(flipped, words, 1, name)
     for rank, text in enumerate(told):
         assert (name in text) == (rank in holders)
     if "#" in name and len(holders) > 2:  # of four ranks two hold the shard

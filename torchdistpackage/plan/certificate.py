@@ -29,7 +29,11 @@ _OTHER_SECTIONS = ("launch", "log", "checkpoint", "run")
 """Sections that do not change what a step computes."""
 _OTHER_KEYS = {
     "parallel": (*AXES, "zero_group", "high_priority", "max_ctas"),
-    "train": ("steps", "epochs", "step_timeout_s", "straggler_every", "profile"),
+    "train": (
+        *("steps", "epochs", "step_timeout_s", "straggler_every", "profile"),
+        *("eval_every", "eval_batches", "generate_tokens", "check_calls"),
+        *("check_replicas_every", "on_replicas_differ"),
+    ),
     "data": ("template_date",),
 }
 """Keys that do not change it either, or that have their own entry in a certificate."""
