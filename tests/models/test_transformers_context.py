@@ -15,6 +15,8 @@ WAYS = {
     "gemma2": ("keys", ()),  # capped scores
     "llama4_text": ("keys", ()),  # chunks
     "bloom": ("keys", ("BloomAttention",)),
+    "deepseek_v32": ("keys", ("DeepseekV32Indexer", "DeepseekV32Attention")),
+    "glm_moe_dsa": ("keys", ("GlmMoeDsaIndexer", "GlmMoeDsaAttention")),
     "bart": ("parts", ("BartLearnedPositionalEmbedding",)),
     "recurrent_gemma": ("parts", ("RecurrentGemmaRecurrentBlock",)),  # of no known form
 }
@@ -59,7 +61,10 @@ def test_a_wrong_attention_is_seen(monkeypatch):
         ("gpt_oss", CONTEXT),
         *(
             pytest.param(family, layout, marks=FULL)
-            for family in ("olmo3", "llama4_text", "mamba2", "gemma2", "bloom", "bart")
+            for family in (
+                *("olmo3", "llama4_text", "mamba2", "gemma2", "bloom", "bart"),
+                *("deepseek_v32", "glm_moe_dsa", "minimax", "nemotron_h"),
+            )
             for layout in (CONTEXT, [*CONTEXT, "train.recompute=blocks"], ["parallel.context=3"])
         ),
         *(
@@ -79,4 +84,6 @@ def test_three_steps_are_those_of_transformers(ranks, tmp_path, family, layout):
         else 2 ** sum(x.endswith("=2") and "par" in x for x in layout)
     )
     found = ranks(size).run(coverage_ranks.steps, [f"model.hf={folder}", *layout])
-    assert coverage_ranks.largest_difference(found, truth, mode) < 1e-9
+    # of these transformers keeps gates in float32, whose last bit may differ
+    limit = 1e-6 if family in ("deepseek_v32", "glm_moe_dsa") else 1e-9
+    assert coverage_ranks.largest_difference(found, truth, mode) < limit

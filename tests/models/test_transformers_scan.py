@@ -7,6 +7,7 @@ import torch
 
 from tests.models import coverage
 from tests.models.found_cases import FULL, STACKED
+from tests.models.test_transformers_found_plans import plan_of
 from tests.train.transformers_ranks import everywhere_float64
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.tpc import tpc
@@ -22,6 +23,7 @@ from torchdistpackage.parallel.context import recurrent
 from torchdistpackage.parallel.context.hugging_face import attend_over, attending, inputs_of
 from torchdistpackage.parallel.context.model import ContextSequence
 from torchdistpackage.parallel.context.sequence import gather_sequence
+from torchdistpackage.plan.traffic import uncounted
 from torchdistpackage.thread_ranks.run import run_ranks
 from torchdistpackage.topology.mesh import topology
 
@@ -86,6 +88,13 @@ def test_a_state_that_stays_on_its_rank_is_seen(monkeypatch):
     assert (way.scanned, way.gathered) == ((), ("Mamba2Mixer",))
 
 
+def test_a_plan_says_whose_states_cross(tmp_path):
+    plan = plan_of(tmp_path, "mamba2", "parallel.context=2")
+    assert plan.model is not None
+    assert "states of Mamba2Mixer cross the ranks" in dict(plan.model.goes_with())["context"]
+    assert uncounted(plan) == "not counted for Mamba2Mixer over parts of a sequence"
+
+
 def largest_difference(given, way, size):
     """Of losses, gradients and weights, relative to the largest number of a tensor."""
     small = next(iter(small_models(given)))
@@ -93,6 +102,9 @@ def largest_difference(given, way, size):
     for module in model.modules():
         if hasattr(module, "config"):  # torch has no grouped matmuls in float64
             module.config._experts_implementation = "eager"
+        if hasattr(module, "decay_factors"):  # tables that were rounded to float32
+            tables = module.decay_factors(module.slope_rate)
+            module.query_decay, module.key_decay, module.diagonal_decay = tables
     sample = Sample(sample_ids(small.config, LENGTH))
     twins = [deepcopy(model) for _ in range(size)]
     targets = sample.ids.roll(-1, 1)

@@ -18,6 +18,7 @@ from torchdistpackage.ddp.zero.shard_bounds import (
     group_by_module,
     owned_bounds,
 )
+from torchdistpackage.families.table import ContextWay
 from torchdistpackage.layout.derive import gradient_ranks, local_shape, num_elements, sharding_ranks
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.layout.partition import greedy_partition
@@ -68,6 +69,10 @@ def uncounted(plan: Plan) -> str | None:
     settings = getattr(plan.shape, "given", {})
     if parallel.context > 1 and settings.get("sliding_window"):
         return "not counted for a sliding window over parts of a sequence"
+    way: ContextWay | None = getattr(plan.shape, "context_way", None)
+    if parallel.context > 1 and way is not None and way != ContextWay(positions=way.positions):
+        mixing = ", ".join((*way.scanned, *way.gathered)) or "attention over all keys"
+        return f"not counted for {mixing} over parts of a sequence"
     return plan.model.uncounted(microbatch(plan, 0))
 
 

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import cache, partial
 from typing import Any
 
@@ -77,10 +78,23 @@ def attend_over(
         if type(module).__name__ in gathered and not module.__dict__.get(_IS_WHOLE):
             for inner in module.modules():
                 inner.__dict__[_IS_WHOLE] = True
+                _attend_as_before(inner)
             module.__class__ = _seeing_sequence(type(module))
             module.__dict__[_SWAPS] = swaps
         elif type(module).__name__ in scanned:
             scan_over(module)
+
+
+def _attend_as_before(module: nn.Module) -> None:
+    """Let a module that is given all queries and keys have its own attention, by its own name.
+
+    Sparse attention, as DeepSeek V3.2's, masks what its indexer leaves out under these names alone.
+    """
+    config: Any = getattr(module, "config", None)
+    for own, name in KEYS.items():
+        if config is not None and config._attn_implementation == name:
+            module.config = deepcopy(config)  # others read theirs
+            module.config._attn_implementation = own
 
 
 def _keys_name(own: str | None) -> str:
