@@ -2,6 +2,7 @@
 
 import logging
 import math
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -184,22 +185,27 @@ def _newest(own_folder: Path, rank: int, local: LocalCopies | None) -> Path | No
 def _await_last_save(run_folder: Path) -> list[int]:
     """Return the step of the last save, as the run's record has it; of a recent one wait until its
     checkpoint is seen here. Without a record, or where a start went on from an earlier step: none.
+
+    A save of a rank 0 on this host is seen here at once, or was removed.
     """
     try:
         events, _ = read_events(run_folder)
     except LaunchError:  # the record is for people, and no resume depends on it
         return []
     last: RunEvent | None = None
+    host = saved_on = ""
     for event in events:
         if event.kind == SAVE:
-            last = event
-        elif event.kind == START and last is not None and event.step < last.step:
-            last = None
+            last, saved_on = event, host
+        elif event.kind == START:
+            host = str(event.values.get("host", ""))
+            if last is not None and event.step < last.step:
+                last = None
     if last is None:
         return []
     path = run_folder / CHECKPOINTS / folder_name(last.step)
     left_s = last.at_s + LATE_S - time.time()
-    if not path.exists() and left_s > 0:
+    if not path.exists() and left_s > 0 and saved_on != socket.gethostname():
         log.info("waiting for %s, which was saved a moment ago and is not seen here yet", path)
         appears(path, min(left_s, LATE_S))
     return [last.step]
