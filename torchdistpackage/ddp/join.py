@@ -171,7 +171,8 @@ class _JoinContext:
             gone = [r for r in self._ranks if r not in self._active]
             raise CommError(
                 f"join: ranks {gone} of {self._ranks} have no data left and "
-                f"throw_on_early_termination is set, so all stop here"
+                f"throw_on_early_termination is set, so all stop here; leave it out to "
+                f"train on the rest"
             )
         if self._active:
             self._ddp.source = self._active[0]

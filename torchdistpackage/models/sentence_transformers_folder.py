@@ -70,7 +70,8 @@ def _pooling(file: Path) -> str:
     by_name = {_named(flag): key for key, flag in _POOLINGS.items()}
     if len(names) != 1 or names[0] not in by_name:
         raise ConfigError(
-            f"{file} pools by {', '.join(names) or 'nothing'}; known is one of {', '.join(by_name)}"
+            f"{file} pools by {', '.join(names) or 'nothing'}; use a folder that pools by one of "
+            f"{', '.join(by_name)}"
         )
     return by_name[names[0]]
 

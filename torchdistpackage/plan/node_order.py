@@ -186,7 +186,7 @@ class NodeLinks:
         return cls(tuple(near), tuple(coords))
 
     def cost(self, paths: Sequence[Path]) -> float:
-        """Return the bytes between places, each as often as levels of switches lie between."""
+        """Return the bytes between pairs of places, times the switch levels between them."""
         return sum(
             weight * _levels_between(paths[position], paths[other])
             for position, others in enumerate(self.near)

@@ -48,11 +48,13 @@ def output_index(
     if index is not None and not -len(devices) <= index < len(devices):
         raise AssertionError(
             f"output_device_index={index} is out of range for the {len(devices)} devices "
-            f"{list(map(str, devices))}"
+            f"{list(map(str, devices))}; pass 0 to {len(devices) - 1}"
         )
     if device is None:
         return 0 if index is None else index
     target = canonicalize_device(device)
     if target not in devices:
-        raise AssertionError(f"output device {target} is not in {list(map(str, devices))}")
+        raise AssertionError(
+            f"output device {target} is not in {list(map(str, devices))}; pass one of these"
+        )
     return devices.index(target)

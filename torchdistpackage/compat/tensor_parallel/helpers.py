@@ -192,7 +192,7 @@ def convert_data(
 
 
 def convert_names(state_dict: MutableMapping[str, Tensor], tensor_parallel_config: Config) -> None:
-    """Give a state, in place, the names within wrapped modules."""
+    """Rename the tensors of a state dict, in place, to their names within wrapped modules."""
     for old, new in get_parameter_name_mapping(state_dict, tensor_parallel_config).items():
         state_dict[new] = state_dict.pop(old)
 

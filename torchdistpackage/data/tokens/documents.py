@@ -315,7 +315,7 @@ class JsonLines:
                 yield Piece(path, first, last, last - first)
 
     def documents(self, piece: Piece, field: str, reader: Reader, number: int) -> Documents:
-        """See `FileReader`."""
+        """Yield the documents of a piece of JSON lines, as `FileReader.documents` says."""
         return _json_lines(piece, reader, number)
 
     def columns(self, path: Path) -> list[str]:

@@ -87,7 +87,7 @@ class CStacks:
         self._lock = threading.Lock()
 
     def open(self, fd: int) -> None:
-        """Write to `fd` from now on, which is closed by `close`."""
+        """Write to `fd` from now on; `close` closes it."""
         self._fd = fd
         # a crash leaves its stacks too, unless the user has them written elsewhere
         self._tells_crashes = self._enabled and not faulthandler.is_enabled()

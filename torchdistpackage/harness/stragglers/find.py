@@ -140,8 +140,9 @@ def find_stragglers(
 def measured(
     times: Times, earlier: Mapping[str, Cost], stragglers: Sequence[Straggler]
 ) -> dict[str, Cost]:
-    """Return costs after this window: means over windows. A phase in which a rank was slow keeps
-    its costs.
+    """Return the mean cost of each phase over all windows, with this window added.
+
+    A phase in which a rank was slow keeps its earlier cost.
     """
     slow = {straggler.phase for straggler in stragglers}
     costs = dict(earlier)
