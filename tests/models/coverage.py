@@ -544,6 +544,10 @@ def main() -> None:
                 file.write(json.dumps(row) + "\n")
     if not asked.names:
         found = [done.get(name, {"name": name}) for name in wanted]
+        for row in found:
+            for axis in (x for x in AXES if x not in row and "why" not in row):
+                if (why := exempt(settings(row["name"]), axis)) is not None:
+                    row[axis] = NOT_THERE + why  # needs no trial
         PAGE.write_text(page(found), encoding="utf-8")
         old = SUMMARY.read_text(encoding="utf-8").splitlines()
         new = [summary(found) if line.startswith(BEGIN) else line for line in old]
