@@ -39,7 +39,7 @@ FORMATS: Mapping[str, FormatSpec] = {
             write=f"{_FILES}:write_torch",
             read=f"{_FILES}:read_torch",
             target="a `.pt` file: `model`, `optimizer`, `step`, `tokens`",
-            source="a `.pt` file, of which only tensors and plain values are read",
+            source="a `.pt` file; only tensors and plain values are read",
         ),
         FormatSpec(
             "safetensors",
