@@ -78,6 +78,8 @@ def _measured(trainer: Trainer) -> MeasuredMemory:
     live = LiveBytes()
     boundaries = _Boundaries(trainer, live)
     with live.counting():
+        for parameter in trainer.stage.parameters():
+            parameter.detach()  # a frozen head is read by no operation of a step
         trainer.train_step(2).wait()
         live.reset()
         trainer.phases = boundaries  # type: ignore[assignment]

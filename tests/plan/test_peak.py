@@ -10,7 +10,7 @@ import pytest
 
 from tests.plan.memory_ranks import MeasuredMemory, measured_and_predicted, note_of_exhaustion
 from tests.plan.test_traffic import CONFIGS
-from tests.train import head_ranks, parity, preference_ranks, test_unpaired
+from tests.train import embedding_ranks, head_ranks, parity, preference_ranks, test_unpaired
 from tests.train.transformers_ranks import save_model
 from torchdistpackage.config.load import loads
 from torchdistpackage.plan.memory_fit import (
@@ -213,6 +213,13 @@ MORE_TRACED = [
     ("llama", *PIPE, INTERLEAVED),
     ("llama", TP, "data.name=reward"),
     ("llama", "data=2", "data.name=regression"),
+    ("llama", "data=2", "data.name=classification"),
+    ("llama", TP, "data.name=token_classification"),
+    ("llama", *PIPE, "data.name=classification"),
+    ("llama+lora", "data=2", "data.name=reward"),
+    ("llama", "data=2", "data.name=embedding"),
+    ("llama", "data=2", "zero=1", "data.name=embedding"),
+    ("llama", TP, "data.name=embedding"),
     ("own", "data=2"),
     ("own", "data=2", "zero=2", *AUTOCAST),
     ("own", "data=2", BLOCKS),
@@ -248,12 +255,21 @@ def traced_run(case: tuple[str, ...], folder: Path, ranks) -> list[str]:
     return [*run, *data]
 
 
+def _classes_keys(kind: str, folder: Path) -> list[str]:
+    return [*head_ranks.data_keys(kind, folder), f"data.labels=[{', '.join(head_ranks.NAMES)}]"]
+
+
 TASK_KEYS: dict[str, Callable[[Path], list[str]]] = {
     "data.name=preference": preference_ranks.data_keys,
     "data.name=unpaired_preference": test_unpaired.data_keys,
+    "data.name=embedding": embedding_ranks.data_keys,
     **{
         f"data.name={kind}": partial(head_ranks.data_keys, kind)
-        for kind in ("classification", "token_classification", "regression", "reward")
+        for kind in ("regression", "reward")
+    },
+    **{
+        f"data.name={kind}": partial(_classes_keys, kind)
+        for kind in ("classification", "token_classification")
     },
 }
 

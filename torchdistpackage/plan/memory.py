@@ -1,7 +1,7 @@
 """Bytes of weights, gradients and optimizer state on one rank, from layouts only. No torch."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchdistpackage.config.optimizers import ParameterPart
@@ -78,10 +78,12 @@ def memory(
     rank: int,
     packed: Mapping[str, int] | None = None,
     own_parts: Mapping[str, int] | None = None,
+    is_trained: Callable[[str], bool] | None = None,
 ) -> MemoryEstimate:
     """Estimate the bytes of a rank that holds these parameters. packed: those held in 4 or 8 bits,
     by name the dim of their inputs. own_parts: number of elements of each parameter that ZeRO
-    leaves to the rank, if known; the rank holds all of the others.
+    leaves to the rank, if known; the rank holds all of the others. is_trained: of a parameter's
+    name; None: as the model section says.
 
     ZeRO stage 1 leaves to each rank that shares a parameter its part of the optimizer's state (or
     all of it for some parameters, of an optimizer that needs them whole), stage 2 of the gradient
@@ -97,13 +99,14 @@ def memory(
     inputs, packing = packed or {}, config.model.lora.packing
     weights = gradients = optimizer = 0
     layouts = list(layouts)
+    is_trained = is_trained or config.model.is_trained
     parts: Mapping[str, int] = {} if own_parts is None else own_parts
     if own_parts is None and zero:
-        parts = _parts(config, topology, layouts, rank)
+        parts = _parts(config, topology, layouts, rank, is_trained)
     for layout in layouts:
         mesh = topology.view(layout.view)
         count = num_elements(layout, mesh, rank)
-        if not config.model.is_trained(layout.name):
+        if not is_trained(layout.name):
             if packing is None or layout.name not in inputs:
                 weights += count * weight.num_bytes
             else:
@@ -158,7 +161,11 @@ def with_frozen(
 
 
 def _parts(
-    config: RunConfig, topology: Topology, layouts: Sequence[Layout], rank: int
+    config: RunConfig,
+    topology: Topology,
+    layouts: Sequence[Layout],
+    rank: int,
+    is_trained: Callable[[str], bool],
 ) -> dict[str, int]:
     """Return how many elements of each trained parameter ZeRO leaves to this rank, by name."""
     sharing: dict[tuple[int, ...], list[tuple[str, int]]] = {}
@@ -166,7 +173,7 @@ def _parts(
     num_data = config.parallel.zero_group
     assert num_data != "node", "a plan has filled it in"
     for layout in layouts:
-        if config.model.is_trained(layout.name):
+        if is_trained(layout.name):
             mesh = topology.view(layout.view)
             summed = gradient_ranks(layout, mesh, rank)
             ranks, _ = sharding_ranks(summed, topology.dense, rank, num_data)

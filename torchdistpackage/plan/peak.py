@@ -147,7 +147,9 @@ def flat_memory(plan: Plan, rank: int) -> tuple[MemoryEstimate, float]:
         # as long as the slice
         copies = (plan.zero >= 2) + (bucket.is_freed or formats.weights != formats.gradients)
         padding += copies * (bucket.part - sum(bucket.parts().values())) * wide
-    state = memory(plan.config, plan.topology, layouts, rank, plan.packed, parts)
+    state = memory(
+        plan.config, plan.topology, layouts, rank, plan.packed, parts, is_trained=plan.is_trained
+    )
     return state, padding + sum(sorted(under_way)[-UNDER_WAY:])
 
 

@@ -219,6 +219,10 @@ class Plan:
         """Return whether the parameter with this global name gets gradients; a checkpoint holds
         those that do.
         """
+        # embeddings leave out the output layer, whose own weights are frozen
+        has_no_head = self.config.data.is_embedding and self.model is not None
+        if has_no_head and parameter.startswith(f"{self.model.output_layer}."):
+            return False
         return self.config.model.is_trained(parameter)
 
     @property
@@ -286,10 +290,7 @@ def make_plan(
     if config.train.distill.runs_teacher:
         teacher = _teacher_plan(plan, world_size, source, ranks_per_node)
     plan = replace(plan, layouts=model.layouts(plan.stage_of), teacher=teacher)
-    # embeddings leave out the output layer, whose own weights are frozen
-    frozen = (f"{model.output_layer}.",) if config.data.is_embedding else ()
     names = [name for name in plan.layouts if plan.is_trained(name)]
-    names = [name for name in names if not name.startswith(frozen)]
     if unmatched := config.optim.unmatched_groups(names):
         raise ConfigErrors(source, [config.problem(*x) for x in unmatched.items()])
     _refuse_compiled_halves(plan, source)
@@ -445,7 +446,9 @@ def rank_memory(
     plan: Plan, rank: int, layouts: Iterable[Layout], *, on_gpu: bool
 ) -> MemoryEstimate:
     """Return the memory of a rank with these parameters, with NCCL's communicators on a GPU."""
-    estimate = memory(plan.config, plan.topology, layouts, rank, plan.packed)
+    estimate = memory(
+        plan.config, plan.topology, layouts, rank, plan.packed, is_trained=plan.is_trained
+    )
     if plan.teacher is not None:
         mesh, every = plan.teacher.topology.dense, plan.teacher.layouts.values()
         frozen = [x for x in every if not x.stages or mesh.index(rank, "pipe") in x.stages]

@@ -34,6 +34,8 @@ from torchdistpackage.train.retrieval_metrics import retrieval_metrics
 from torchdistpackage.train.staged_model import Microbatches, MicrobatchLoss, StagedModel
 from torchdistpackage.train.task import Run, TaskLoss, summed_over, told_once
 
+_NONE = -1
+"""Class of an anchor without a text."""
 _Arrays = tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]
 
 
@@ -93,7 +95,7 @@ class EmbeddingLoss(TaskLoss):
         self, model: StagedModel, executor: Executor, run: Run, batch: Microbatches
     ) -> MicrobatchLoss:
         """See `TaskLoss`."""
-        number = model.plan.schedule.num_microbatches
+        number = executor.schedule.num_microbatches
         embedded: dict[int, Embedded] = {}
         if number == 1 or not model.stage.training:
             return partial(self._loss_when_complete, model, embedded, number)
@@ -189,6 +191,7 @@ class EmbeddingLoss(TaskLoss):
         # the same text as an anchor's positive is no negative of it
         is_compared = (of_candidates >= 0) & (of_candidates != texts[:, 1:2])
         is_compared.scatter_(1, positives.unsqueeze(1), True)
+        classes = torch.where(counts, positives, _NONE)
         dims = options.matryoshka_dims or (vectors.shape[-1],)
         weights = options.matryoshka_weights or (1.0,) * len(dims)
         loss = vectors.new_zeros(())
@@ -197,7 +200,7 @@ class EmbeddingLoss(TaskLoss):
             anchors = F.normalize(vectors[:, 0, :dim], dim=-1)
             scores = options.scale * anchors @ F.normalize(candidates[:, :dim], dim=-1).t()
             scores = scores.masked_fill(~is_compared, -torch.inf)
-            losses = F.cross_entropy(scores[counts], positives[counts], reduction="sum")
+            losses = F.cross_entropy(scores, classes, ignore_index=_NONE, reduction="sum")
             loss = loss + weight * losses
             if number == 0:
                 correct = ((scores.argmax(1) == positives) & counts).sum()

@@ -24,17 +24,17 @@ def noting_memory(trainer: Trainer) -> Iterator[None]:
     """Add the table of `memory_note` to an exception that says that memory ran out."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             # the end of the rank is reported even if there is no memory left to count in
-            with suppress(RuntimeError):
+            with suppress(RuntimeError, MemoryError):
                 error.add_note(memory_note(trainer))
         raise
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether torch could not allocate a tensor."""
-    return isinstance(error, torch.OutOfMemoryError) or _ON_HOST in str(error)
+    """Return whether torch could not allocate a tensor, or Python an object."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _ON_HOST in str(error)
 
 
 def memory_note(trainer: Trainer) -> str:

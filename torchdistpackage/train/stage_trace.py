@@ -32,6 +32,7 @@ from torchdistpackage.models.transformers_experts import mesh_index_of
 from torchdistpackage.models.transformers_layout import TransformersShape
 from torchdistpackage.models.transformers_lora import read_packed
 from torchdistpackage.models.transformers_model import TransformersStage
+from torchdistpackage.parallel.auto import draws
 from torchdistpackage.parallel.context.model import sequence_over
 from torchdistpackage.parallel.expert import products
 from torchdistpackage.parallel.expert.dispatch import Dispatch, PendingDispatch
@@ -309,7 +310,8 @@ def _stand_ins(plan: Plan) -> Iterator[None]:
         for module in (embedding, loss_terms):
             enter(patch.object(module, "check_ids", lambda *_: None))
         # layers draw their weights as they are made, from a seed that is drawn too
-        enter(patch.object(random, "int", _Unread, create=True))
+        for module in (random, draws):
+            enter(patch.object(module, "int", _Unread, create=True))
         if plan.model is None:
             enter(patch.object(nn.Module, "to", _moved))
         enter(patch.object(PendingDispatch, "plan", _chosen_alike))
