@@ -46,6 +46,8 @@ OPTIONS = {
         {"target": ["c_attn", "c_proj"], "use_dora": True},
         {"fan_in_fan_out": True},
     ),
+    "embedding": ("llama", {"target": ["embed_tokens", "q_proj", "lm_head"]}, {}),
+    "embedding, found": ("olmo2", {"target": ["embed_tokens", "v_proj"], "use_rslora": True}, {}),
     "modules, tied": (
         "llama, tied",
         {"target": ["v_proj"], "modules_to_save": ["embed_tokens"]},
@@ -158,6 +160,16 @@ def test_folders_go_to_peft_and_back(ranks, adapted, tmp_path, name, layout):
             "llama, tied",
             {"target": ["q_proj"], "modules_to_save": ["lm_head"]},
             "lm_head of llama is its embedding name embed_tokens",
+        ),
+        (
+            "llama, tied",
+            {"target": ["embed_tokens"]},
+            "embed_tokens of llama is lm_head.weight too name it in modules_to_save",
+        ),
+        (
+            "llama",
+            {"target": ["embed_tokens"], "use_dora": True},
+            "use_dora is for linear layers, and embed_tokens is an embedding",
         ),
         (
             "llama",

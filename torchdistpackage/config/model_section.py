@@ -106,9 +106,9 @@ class LoraSection(Section):
 
     target: k.NamesOrNull = Field(
         default=None,
-        description="Linear layers that get adapters, by the ends of their names, such as "
-        "[q_proj, v_proj]; [all-linear]: all of the blocks. null: no adapters, the whole model "
-        "trains.",
+        description="Linear layers and embeddings that get adapters, by the ends of their names, "
+        "such as [q_proj, v_proj]; [all-linear]: all linear layers of the blocks. null: no adapters, "
+        "the whole model trains.",
     )
     r: k.Count = Field(
         default=8,

@@ -77,9 +77,11 @@ class Lora:
         )
 
     def adapters(
-        self, parameters: Mapping[str, Weight], is_head: bool = False
+        self, parameters: Mapping[str, Weight], is_head: bool = False, has_tables: bool = False
     ) -> dict[str, Weight]:
-        """Return the adapters of the linear layers among these parameters, by name."""
+        """Return the adapters of the linear layers among these parameters, by name; has_tables: of
+        the embeddings too.
+        """
         by_name: dict[str, Weight] = {}
         for name, weight in parameters.items():
             layer = name.removesuffix(".weight")
@@ -88,6 +90,8 @@ class Lora:
                 continue  # trained whole; `target_problems` refuses a name in both
             if weight.inputs is not None and (is_meant or (self.is_all and not is_head)):
                 by_name |= self._adapter(layer, weight.layout, weight.inputs)
+            elif is_meant and has_tables and is_embedding(weight):
+                by_name |= self._adapter_of_table(layer, weight.layout)
         return by_name
 
     def saves(self, layer: str) -> bool:
@@ -125,6 +129,14 @@ class Lora:
                 m = _cut_like(adapted, outputs, m, 0)
             of_layer[m.name] = Weight(m, "norms")
         return of_layer
+
+    def _adapter_of_table(self, layer: str, adapted: Layout) -> dict[str, Weight]:
+        """Return the adapter of an embedding: every rank has all of it, and all of its result."""
+        rows, columns = adapted.shape
+        a = Layout(f"{layer}.lora_embedding_A", (self.r, rows), is_table=True)
+        b = Layout(f"{layer}.lora_embedding_B", (columns, self.r))
+        # peft draws B, and not A as in linear layers
+        return {a.name: Weight(a, "zeros"), b.name: Weight(b, "normal", 1.0)}
 
     def packed(self, weights: Mapping[str, Weight], output: str) -> dict[str, int]:
         """Return the weights held in 4 or 8 bits, by name the dim of their inputs: those of frozen
@@ -194,6 +206,11 @@ class Lora:
                 yield module
             else:
                 yield from (path for path in paths if names(module, path))
+
+
+def is_embedding(weight: Weight) -> bool:
+    """Return whether the weight is a table of vectors, and no linear layer's."""
+    return weight.layout.is_table and weight.inputs is None and len(weight.layout.shape) == 2
 
 
 def names(target: str, layer: str) -> bool:
@@ -290,15 +307,18 @@ def linear_layers(weights: Mapping[str, Weight]) -> tuple[str, ...]:
 
 
 def target_problems(
-    lora: Lora, family: str, weights: Mapping[str, Weight], output: str, is_tied: bool
+    lora: Lora, family: str, weights: Mapping[str, Weight], tied: Mapping[str, str]
 ) -> list[str]:
-    """Return the problems of the targets for a model with these parameters. output: path of its
-    head.
+    """Return the problems of the targets for a model with these parameters. tied: the names of the
+    embedding's weight as that of the output head, each with its own.
     """
     layers = {name.rpartition(".")[0]: False for name in weights if not is_adapter(name)}
     layers |= {
         name.removesuffix(".weight"): True for name, w in weights.items() if w.inputs is not None
     }
+    parameters = ((name, w) for name, w in weights.items() if not is_adapter(name))
+    tables = {name.removesuffix(".weight") for name, w in parameters if is_embedding(w)}
+    layers |= dict.fromkeys(tables, True)
     fits = f"its linear layers are {', '.join(linear_layers(weights))}"
     problems: list[str] = []
     if lora.is_all and len(lora.target) > 1:
@@ -309,12 +329,23 @@ def target_problems(
         for target in dict.fromkeys(both)
     ]
     for target in lora.target:
+        chosen = [table for table in tables if names(target, table)]
+        shared = [x for x, name in tied.items() if name.removesuffix(".weight") in chosen]
+        if shared:
+            problems.append(
+                f"{target} of {family} is {', '.join(shared)} too (tie_word_embeddings), which an "
+                f"adapter of one of them would not change; name it in modules_to_save"
+            )
+        elif chosen and lora.use_dora:
+            problems.append(f"use_dora is for linear layers, and {target} is an embedding")
         matches = [is_one for layer, is_one in layers.items() if names(target, layer)]
         if target == ALL_LINEAR or any(matches):
             continue
-        if matches or (is_tied and names(target, output)):
+        if matches or any(names(target, x.removesuffix(".weight")) for x in tied):
             reason = "no linear layer" if matches else "its embedding"
-            problems.append(f"{target} of {family} is {reason}, and only linear layers are adapted")
+            problems.append(
+                f"{target} of {family} is {reason}, and only these and embeddings are adapted"
+            )
         else:
             problems.append(f"{family} has no layer {target}")
     return [*problems[:-1], f"{problems[-1]}; {fits}"] if problems else []

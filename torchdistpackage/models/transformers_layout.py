@@ -286,7 +286,7 @@ def _embed(shape: TransformersShape, axis: str) -> Weights:
     shape.kind.embed(w, shape.settings, shape.sizes)
     if shape.sizes.tied:
         w.cut_rows(shape.kind.table)
-    return w
+    return w if shape.lora is None else _adapted(w, shape.lora, has_tables=True)
 
 
 def _block(shape: TransformersShape, index: int, axis: str) -> Weights:
@@ -316,9 +316,11 @@ def _head(shape: TransformersShape, axis: str) -> Weights:
     return w if shape.lora is None else _adapted(w, shape.lora, is_head=True)
 
 
-def _adapted(w: Weights, lora: Lora, is_head: bool = False) -> Weights:
-    """Return `w` with adapters on the layers that it lists."""
-    of_adapters = lora.adapters(w.parameters, is_head)
+def _adapted(w: Weights, lora: Lora, is_head: bool = False, has_tables: bool = False) -> Weights:
+    """Return `w` with adapters on the layers that it lists. is_head, has_tables: as of
+    `Lora.adapters`.
+    """
+    of_adapters = lora.adapters(w.parameters, is_head, has_tables)
     layers = {
         name.removesuffix(".weight"): LayerCut("adapter", weight.layout)
         for name, weight in of_adapters.items()
@@ -403,6 +405,7 @@ def global_name(shape: TransformersShape, name: str) -> str:
     """Return the global name of a parameter that transformers' module calls `name`, with peft's
     layers in it or not.
     """
+    name = name.removesuffix(".default")  # peft's parameters of an embedding
     n, name = shape.kind, name.replace(".base_layer.", ".").replace(".default.", ".")
     name = n.aliases.get(name, name)
     name = n.saved_names.get(name, name)

@@ -245,8 +245,7 @@ def _too_long(shape: TransformersShape) -> list[tuple[str, str]]:
 def _lora_problems(shape: TransformersShape, tensor: int) -> list[tuple[str, str]]:
     if shape.lora is None:
         return []
-    output_and_tied = shape.kind.output, shape.sizes.tied
-    problems = target_problems(shape.lora, shape.family, weights(shape), *output_and_tied)
+    problems = target_problems(shape.lora, shape.family, weights(shape), shape.tied)
     of_adapters = [("model.lora.target", text) for text in problems]
     saved = saved_problems(shape.lora, shape.family, weights(shape), shape.tied)
     of_adapters += [("model.lora.modules_to_save", text) for text in saved]
