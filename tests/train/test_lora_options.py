@@ -162,6 +162,11 @@ def test_folders_go_to_peft_and_back(ranks, adapted, tmp_path, name, layout):
             "lm_head of llama is its embedding name embed_tokens",
         ),
         (
+            "mamba2",
+            {"target": ["all-linear"]},
+            "peft puts no adapter on backbone.layers.0.mixer.out_proj name other layers in_proj",
+        ),
+        (
             "llama, tied",
             {"target": ["embed_tokens"]},
             "embed_tokens of llama is lm_head.weight too name it in modules_to_save",
@@ -179,6 +184,6 @@ def test_folders_go_to_peft_and_back(ranks, adapted, tmp_path, name, layout):
     ],
 )
 def test_what_cannot_be_is_refused_before_ranks_start(tmp_path, name, section, text):
-    (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
+    (tmp_path / "config.json").write_text(json.dumps(MODELS.get(name) or settings(name)))
     said = refusal([f"model.hf={tmp_path}", f"model.lora={json.dumps(section)}"], 1)
     assert tells(said, *text.split())

@@ -262,6 +262,9 @@ def left_out(lora: Lora, weights: Mapping[str, Weight]) -> str | None:
     )
 
 
+_SCANS = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+_IN_SCAN = ("out_proj", "conv1d")
+"""Types of models, and their layers, that peft (0.21) refuses."""
 _NUMBERS = re.compile(r"\.\d+")
 _STACKED = re.compile(r"\.experts\.[^.]+$")
 _EXPERT_WORDS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -328,6 +331,14 @@ def target_problems(
         f"{target} is in modules_to_save too, which trains it whole; name it in one of them"
         for target in dict.fromkeys(both)
     ]
+    if family in _SCANS:
+        fused = [layer for layer in _adapted_layers(weights) if _last(layer) in _IN_SCAN]
+        if fused:
+            others = (x for x in linear_layers(weights) if x not in _IN_SCAN)
+            problems.append(
+                f"peft puts no adapter on {fused[0]} of {family}, whose kernels multiply by the weight "
+                f"alone; name other layers, such as {', '.join(others)}"
+            )
     for target in lora.target:
         chosen = [table for table in tables if names(target, table)]
         shared = [x for x, name in tied.items() if name.removesuffix(".weight") in chosen]
