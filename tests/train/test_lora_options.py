@@ -24,7 +24,9 @@ from tests.train.test_transformers import LAYOUTS as EVERY
 from tests.train.test_transformers import MODELS, asked
 from tests.train.transformers_ranks import VOCAB, expect_answers, save_model
 from torchdistpackage.cli.main import main
-from torchdistpackage.models.lora_layout import ADAPTER_FILES
+from torchdistpackage.families.table import Weight
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.models.lora_layout import ADAPTER_FILES, Lora, target_problems
 
 RANKS_IMPORT = ("peft",)
 FULL = (pytest.mark.full,)
@@ -161,10 +163,11 @@ def test_folders_go_to_peft_and_back(ranks, adapted, tmp_path, name, layout):
             {"target": ["q_proj"], "modules_to_save": ["lm_head"]},
             "lm_head of llama is its embedding name embed_tokens",
         ),
-        (
+        pytest.param(
             "mamba2",
             {"target": ["all-linear"]},
             "peft puts no adapter on backbone.layers.0.mixer.out_proj name other layers in_proj",
+            marks=FULL,  # its class is tried
         ),
         (
             "llama, tied",
@@ -187,3 +190,16 @@ def test_what_cannot_be_is_refused_before_ranks_start(tmp_path, name, section, t
     (tmp_path / "config.json").write_text(json.dumps(MODELS.get(name) or settings(name)))
     said = refusal([f"model.hf={tmp_path}", f"model.lora={json.dumps(section)}"], 1)
     assert tells(said, *text.split())
+
+
+@pytest.mark.parametrize("target", ["all-linear", "out_proj"])
+def test_what_peft_refuses_of_recurrences_is_refused_before_it(target):
+    lora = Lora(r=2, alpha=4.0, dropout=0.0, target=(target,))
+    layers = ("layers.0.mixer.in_proj", "layers.0.mixer.out_proj")
+    weights = {
+        f"{x}.weight": Weight(Layout(f"{x}.weight", (4, 4)), "ones", inputs=1) for x in layers
+    }
+    weights |= lora.adapters(weights)
+    (text,) = target_problems(lora, "nemotron_h", weights, {})
+    assert tells(text, "no adapter on layers.0.mixer.out_proj of nemotron_h", "name", "in_proj")
+    assert target_problems(lora, "llama", weights, {}) == []

@@ -319,8 +319,7 @@ def target_problems(
     layers |= {
         name.removesuffix(".weight"): True for name, w in weights.items() if w.inputs is not None
     }
-    parameters = ((name, w) for name, w in weights.items() if not is_adapter(name))
-    tables = {name.removesuffix(".weight") for name, w in parameters if is_embedding(w)}
+    tables = [x for x in _adapted_layers(weights) if f"{x}.lora_embedding_A" in weights]
     layers |= dict.fromkeys(tables, True)
     fits = f"its linear layers are {', '.join(linear_layers(weights))}"
     problems: list[str] = []
@@ -336,8 +335,8 @@ def target_problems(
         if fused:
             others = (x for x in linear_layers(weights) if x not in _IN_SCAN)
             problems.append(
-                f"peft puts no adapter on {fused[0]} of {family}, whose kernels multiply by the weight "
-                f"alone; name other layers, such as {', '.join(others)}"
+                f"peft puts no adapter on {fused[0]} of {family}, whose kernels multiply by the "
+                f"weight alone; name other layers, such as {', '.join(others)}"
             )
     for target in lora.target:
         chosen = [table for table in tables if names(target, table)]
