@@ -115,8 +115,14 @@ def _compared_steps(trainer: Trainer, record: ParityRecord, *, alike: bool, drop
     make_batch = trainer.batches.of_training
     rows, number = trainer.plan.samples_per_microbatch, trainer.plan.schedule.num_microbatches
 
+    shape = trainer.plan.shape if trainer.task is None else None
+
     def fed(step: int, index: int) -> DataBatch:
         batch = make_batch(step, 0 if alike else index)
+        if shape is not None:
+            inputs = _with_edges(batch.inputs, shape.vocab, step)
+            labels = _with_edges(batch.targets, shape.vocab, step)
+            batch = DataBatch(inputs, labels, batch.position_ids)
         if alike:
             first = (None if x is None else torch.cat([x[:rows]] * number) for x in batch)
             batch = DataBatch(*first)
@@ -171,6 +177,21 @@ def _compared_steps(trainer: Trainer, record: ParityRecord, *, alike: bool, drop
         name.partition(".")[2]: x.detach().clone() for name, x in trainer.stage.named_buffers()
     }
     trainer.batches.of_training = make_batch
+
+
+def _with_edges(ids: Tensor, vocab: int, step: int) -> Tensor:
+    """Return token ids of which half are the first or last that 2 or 4 ranks have of a vocabulary.
+
+    A few dozen tokens of text would read no such row, and what no token reads is not compared.
+    Which ids are replaced depends on them alone, so every layout gets the same samples.
+    """
+    if ids.is_floating_point():
+        return ids
+    starts = {k * y for n in (2, 4) for y in (vocab // n, -(-vocab // n)) for k in range(n + 1)}
+    edges = sorted({x for y in starts for x in (y - 1, y) if 0 <= x < vocab})
+    replaced = torch.tensor(edges, dtype=ids.dtype)[ids.clamp(min=0) // 2 % len(edges)]
+    # targets below 0 count for nothing
+    return torch.where((ids >= 0) & (ids % 2 == step % 2), replaced, ids)
 
 
 def _take_mean(record: ParityRecord, tokens: int) -> None:
