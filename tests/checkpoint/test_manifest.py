@@ -83,7 +83,7 @@ def test_other_json_is_refused(text):
 def test_another_format_is_named():
     whole = json.loads(ONE.to_json())
     whole["manifest"]["format"] = 99
-    with pytest.raises(CheckpointError, match="format 99, this version reads 1"):
+    with pytest.raises(CheckpointError, match="format 99; this version reads 1"):
         Manifest.from_json(json.dumps(whole))
 
 
