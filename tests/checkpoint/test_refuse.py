@@ -142,7 +142,7 @@ def test_a_manifest_with_a_hole_is_refused(ranks, tmp_path):
 
 
 OTHERS = [
-    ({"b": (5,)}, torch.float32, "53 elements of parameters, this run has 5"),
+    ({"b": (5,)}, torch.float32, "53 elements of parameters, but this run's model has 5"),
     ({**SHAPES, "more": (2,)}, torch.float32, "more is float32 of shape (2,) in this run"),
     ({"w": (8, 6), "b": (6,)}, torch.float32, "has float32 of shape (5,)"),
     ({"w": (8, 6), "b": (5,)}, torch.float64, "is float64 of shape (8, 6) in this run"),

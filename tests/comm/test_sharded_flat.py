@@ -61,7 +61,7 @@ def there_and_back(group: dist.ProcessGroup) -> None:
                 if dtype.is_floating_point:
                     x = torch.full_like(total, -1)
                     own = total[mine].double()
-                    prepost_all_gather_v(x, bounds, group, wire_dtype=wire, mine=own)().wait()
+                    prepost_all_gather_v(x, bounds, group, wire_dtype=wire, own_shard=own)().wait()
                     assert torch.equal(x[inside], total[inside]), (bounds, dtype, wire)
 
 

@@ -28,7 +28,7 @@ def agree_on_settings(group: Group, settings: Settings, problem: str) -> None:
     for values in zip(*(row for row, _ in rows), strict=True):
         if len({str(value) for _, value in values}) > 1:
             raise ScheduleError(
-                f"the ranks of a pipeline have different {values[0][0]}: by pipe rank "
+                f"the ranks of a pipeline got different values of {values[0][0]}: by pipe rank "
                 f"{', '.join(str(value) for _, value in values)}; pass the same on all of them"
             )
 
