@@ -136,4 +136,5 @@ def test_sides_compare_round_by_round():
 
 def test_the_page_of_faults_follows_the_stored_rows():
     text = faults_page.PAGE.read_text("utf-8").partition(faults_page.MARKER)[2]
-    assert text.strip("\n") == faults_page.page(faults_page.stored()).strip("\n")
+    expected = f"{faults_page.restarts()}\n{faults_page.page(faults_page.stored())}"
+    assert text.strip("\n") == expected.strip("\n")

@@ -93,7 +93,8 @@ def refused_documents(folder: str) -> str | None:
 
 
 def bits_that_leak(folder: str, mode: str = MODES[0]) -> list[str]:
-    """Parameters of which a bit of the gradient of one document changes with the one before it."""
+    """Parameters whose gradient of one document changes with the one before it, by a bit or, beside
+    experts, by more than rounding."""
     dtype = "float32" if mode == "float32" else "float64"
     run = parity.trainer([*RUN, f"precision.dtype={dtype}", f"model.hf={folder}"])
     model: Any = run.stage["0"]
@@ -111,8 +112,16 @@ def bits_that_leak(folder: str, mode: str = MODES[0]) -> list[str]:
         both.append({n: p.grad.clone() for n, p in named if p.grad is not None})
     run.close()
     one, two = both
+    # experts multiply the rows of all documents at once: with other numbers of rows the same row
+    # is rounded in another way, while a leak changes the first digits
+    room = 1e-13 if any(".experts." in name for name in one) else 0.0
+
+    def leaks(name: str) -> bool:
+        x, other = one[name], two[name]
+        return not bool((x - other).abs().max() <= room * x.abs().max())
+
     # of an embedding, rows of tokens that changed have no gradient in either
-    return sorted(name for name, x in one.items() if not x.equal(two[name]))
+    return sorted(name for name in one if leaks(name))
 
 
 def lora_truth(

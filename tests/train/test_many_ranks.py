@@ -57,7 +57,7 @@ class Echo(OwnGroup):
                 copy(combined([mine] * self.size(), call.op), x)
         else:
             for i, x in enumerate(call.writes):
-                mine = call.given[i % len(call.given)]
+                mine = call.like[i % len(call.like)]
                 if mine.numel() == x.numel():
                     copy(mine, x)
         return Done(call.writes)

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from tests.tells import facts_pattern
 from tests.train import parity
 from tests.train.test_recompute import limit_gb
 from tests.train.transformers_ranks import (
@@ -136,15 +137,15 @@ SEQUENCES = (
     ("mistral", "context3"),
     ("gpt2", "pipe2xcontext2-zero3"),
 )
-WHOLE_ALONE = ("falcon", "falcon, alibi")
-"""Whose attention cannot be over parts of a sequence."""
+FALCONS = ("falcon", "falcon, alibi")
 
 
 def fits(name: str, layout: str) -> bool:
     """Whether a layout is one of this family; others are refused by name."""
     if name == "falcon" and layout.startswith("tensor4"):  # more ranks than its fused keys
         return False
-    return not (name in WHOLE_ALONE and "context" in layout)
+    # its attention gets the tokens of all context ranks
+    return not (name in FALCONS and "context" in layout and "sequence" in layout)
 
 
 def asked(layout: dict[str, int]) -> tuple[int, list[str]]:
@@ -189,16 +190,22 @@ def test_three_steps_are_those_of_transformers(ranks, saved, name, layout):
     expect_same(results, truth)
 
 
-@pytest.mark.parametrize("name", [*WHOLE_ALONE, "dynamic"])
-def test_a_family_that_needs_the_whole_sequence_is_refused_by_name(tmp_path, name):
-    settings = MODELS.get(name) or MODELS["llama"] | {
-        "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}
-    }
+def test_a_family_that_needs_the_whole_sequence_is_refused_by_name(tmp_path):
+    settings = MODELS["llama"] | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     changes = [*RUN, f"model.hf={tmp_path}/config.json", "parallel.context=2"]
     expected = f"{settings['model_type']} cannot attend over parts of a sequence"
     with pytest.raises(ConfigError, match=expected):
         make_plan(parity.config(changes), 2)
+
+
+@pytest.mark.parametrize("name", FALCONS)
+def test_a_sequence_gathered_inside_of_slices_is_refused_by_name(tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
+    size, changes = asked({"context": 2, "tensor": 2, "sequence": 1})
+    pattern = facts_pattern("parallel.sequence_parallel", "FalconAttention", "set it to false")
+    with pytest.raises(ConfigError, match=pattern):
+        make_plan(parity.config([*RUN, f"model.hf={tmp_path}/config.json", *changes]), size)
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=FULL)])

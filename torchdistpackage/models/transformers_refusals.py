@@ -35,6 +35,8 @@ def refusals(shape: TransformersShape, use: ModelUse) -> list[tuple[str, str]]:
                 f"{shape.family} cannot attend over parts of a sequence, as {why}; set it to 1",
             )
         )
+    elif use.context > 1 and (text := _gathers_slices(shape)) is not None:
+        problems.append(("parallel.sequence_parallel", text))
     if use.document_masks and (text := _mixes_documents(shape, use)) is not None:
         problems.append(("data.document_masks", text))
     if shape.sequence_parallel and (text := _slices_nothing(shape)) is not None:
@@ -95,6 +97,17 @@ def _head_problems(
         )
         problems.append(("data.multi_label", text))
     return problems
+
+
+def _gathers_slices(shape: TransformersShape) -> str | None:
+    """Return why tensor ranks cannot share the tokens of a context rank; None: they can."""
+    mixing = (*shape.context_way.scanned, *shape.context_way.gathered)
+    if not (shape.sequence_parallel and shape.kind.splits_sequence and mixing):
+        return None
+    return (
+        f"with parallel.context above 1 {mixing[0]} of {shape.class_name} gets the tokens of all "
+        f"context ranks, while tensor ranks split them inside of it; set it to false"
+    )
 
 
 def _mixes_documents(shape: TransformersShape, use: ModelUse) -> str | None:
