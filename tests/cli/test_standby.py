@@ -84,3 +84,9 @@ def test_it_runs_two_ranks_by_its_lines(tmp_path):
     assert answers == ["here 7.0 n1\n", "done 7.0.1 n1 0\n"], errors
     assert (run / "job" / "decision.7.0.1").read_text().startswith("finished")
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_numpy_is_not_loaded_before_the_counts_of_threads_are_set():
+    """Its threads are made when it loads, and a process with threads gets no standby."""
+    code = "import sys, torchdistpackage.cli.standby; sys.exit('numpy' in sys.modules)"
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)

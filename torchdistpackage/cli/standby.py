@@ -31,7 +31,7 @@ from torchdistpackage.cli.main import main as tdp
 from torchdistpackage.launch.fork_server import IGNORED, import_all, why_not_fork
 from torchdistpackage.launch.fork_server_client import THREAD_COUNTS
 from torchdistpackage.launch.process import die_with_parent, line_stream, name_thread
-from torchdistpackage.train.job import PRELOAD
+from torchdistpackage.lazy import resolve
 
 _POLL_S, _LOOK_S, _GONE_S = 0.05, 1.0, 5.0
 _MORE = ("torchdistpackage.cli.train", "torchdistpackage.train.build")
@@ -50,7 +50,9 @@ class Standby:
 
     def serve(self) -> None:
         """Answer lines until their end."""
-        if problem := import_all([*PRELOAD, *_MORE]):
+        # that module loads numpy, which makes its threads then: `main` has set their number to 1
+        preload: tuple[str, ...] = resolve("torchdistpackage.train.job:PRELOAD")
+        if problem := import_all([*preload, *_MORE]):
             sys.stderr.write(f"no standby on {self._node}: {problem}\n")
             return
         gc.collect()
