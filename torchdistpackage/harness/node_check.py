@@ -109,7 +109,7 @@ def check_nodes(
 
 
 class _NodeTimes(NamedTuple):
-    """What this rank measured; the pairs are those of all ranks."""
+    """Times that this rank measured; the pairs are those of all ranks."""
 
     speed: RankSpeed
     pairs_s: Mapping[Pair, float]

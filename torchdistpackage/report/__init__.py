@@ -1,4 +1,4 @@
-"""What one sees of a run: `Run` and its pictures. No torch.
+"""Tools to look at a run: `Run` and its pictures. No torch.
 
 run         `Run(folder)`: rows, starts, checkpoints, configuration and state of a run
 status      the lines of `tdp watch`
