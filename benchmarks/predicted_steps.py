@@ -6,12 +6,14 @@ phase in which the machine is slow falls on all of them alike. `tdp plan --time`
 profile alone, and the median of these predictions stands beside the median of the turns. Beside ten
 layouts of each of two models run those that `tdp plan --search` finds for the narrow one: is the
 one that it ranks first near the fastest? Layouts of four ranks are left out where there are fewer
-cores, which ranks would share by turns.
+cores, which ranks would share by turns. `--models` measures one of the models, and `--json` keeps
+what its file has of the other, so that two short calls make one result.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -83,16 +85,21 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--only", default="", help="layouts whose name has this word")
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="begin no round after these"
+    )
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between two turns")
     parser.add_argument("--models", choices=("narrow", "wide", "both"), default="both")
     given = parser.parse_args()
+    before = _rows_of(given.json)
     rows: list[dict] = []
     taus: list[float] = []
     again: list[float] = []
     for model in ("narrow", "wide"):
-        if given.models not in (model, "both"):
+        chosen = given.models in (model, "both")
+        found = _measured(model, given) if chosen else [x for x in before if x["model"] == model]
+        if not found:
             continue
-        found = _measured(model, given)
         rows += found
         # within a model, since no layout makes the wide one as fast as the narrow one
         plain = [x for x in found if not x["layout"].startswith("search")]
@@ -109,8 +116,17 @@ def main() -> None:
     write(given.json, {"layouts": layouts, "search": searched, "taus": taus, "again": again})
 
 
+def _rows_of(path: Path | None) -> list[dict]:
+    """Return the rows in a file of results that an earlier call wrote."""
+    if path is None or not path.exists():
+        return []
+    results = json.loads(path.read_text("utf-8"))
+    return [x for x in (*results["layouts"], *results["search"]) if "model" in x]
+
+
 def _measured(model: str, given: argparse.Namespace) -> list[dict]:
     """Return the rows of a model's layouts."""
+    end = time.monotonic() + given.seconds
     named = {
         name: keys
         for name, keys in LAYOUTS.items()
@@ -125,11 +141,14 @@ def _measured(model: str, given: argparse.Namespace) -> list[dict]:
         for layout, keys in named.items():
             turns.start(layout, keys)
         for number in range(given.rounds):
+            if number and time.monotonic() > end:
+                break
             profiles += [turns.profile(number)] if number else []
             for layout in random.Random(number).sample(sorted(named), len(named)):
                 turns.take(layout)
                 time.sleep(given.pause)
-        return [turns.row(layout, keys, profiles) for layout, keys in named.items()]
+        measured = [turns.row(layout, keys, profiles) for layout, keys in named.items()]
+    return [{"model": model, **row} for row in measured]
 
 
 def _searched(path: Path) -> dict[str, list[str]]:
