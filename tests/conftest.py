@@ -32,18 +32,9 @@ for name, examples in (("small set", 20), ("full", 200)):
     )
 
 
-UNDER_LATE = (
-    *("ddp/", "comm/", "parallel/", "optim/", "compat/placed/", "compat/auto/"),
-    *("compat/test_torchshard", "compat/test_forward_backward", "compat/test_p2p_helpers"),
-    *("compat/test_moe", "compat/test_mixed_precision", "compat/test_classic"),
-    *(
-        "compat/test_torch_calls",
-        "compat/test_marks",
-        "compat/test_compiled",
-    ),
-)
-"""How paths begin whose bodies run under the late transport too: in the small set the first case,
-on no other. In the wing these are layers, reducers and pipelined steps."""
+UNDER_LATE = ("ddp/", "comm/", "parallel/", "optim/", "compat/")
+"""Folders whose bodies run under the late transport too: in the small set the first case, on no
+other."""
 _EVERY = ("tests.deprecations", "pytest", "torch.testing")
 _OPTIMIZERS = (*_EVERY, "torch._dynamo")
 _RUNS = (
