@@ -13,7 +13,6 @@ from tests.slurm.cluster import Cluster
 
 SUBMIT_FIRST = True
 LIMIT_S = 600
-"""Slurm holds a requeued job for two minutes."""
 
 
 def submit(cluster: Cluster, folder: Path) -> Future[list[tuple[str, str]]]:
