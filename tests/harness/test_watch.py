@@ -356,3 +356,25 @@ def test_the_clock_leaves_out_what_the_job_was_suspended(monkeypatch):
     assert clock.over_s() == 0.0, "the mark fell between the last look and the suspension"
     now_s[0] += 2.0
     assert clock.over_s() == 2.0
+
+
+def test_what_follows_every_step_is_held_to_the_limit_of_a_step_once_it_was_short(
+    tmp_path, monkeypatch
+):
+    """A rank stopped in a local copy was found only after the limit of a save, ten minutes."""
+    now_s = [100.0]
+    monkeypatch.setattr("torchdistpackage.harness.watchdog._now_s", lambda: now_s[0])
+    watch = HangWatchdog(tmp_path, rank=0, world_size=1, start="1", timeout_s=8.0)
+    watch.step()
+    watch.step()
+
+    def limit_s(name: str, takes_s: float) -> float:
+        with watch.allow_repeated(name):
+            now_s[0] += takes_s
+            assert watch._clock.over_s() == takes_s, "the step before does not count"
+            limit_s = watch._limit_s
+        assert watch._clock.over_s() == 0.0
+        return limit_s
+
+    assert [limit_s("short", 1.0) for _ in range(3)] == [600.0, 8.0, 8.0]
+    assert [limit_s("long", takes_s) for takes_s in (3.0, 1.0, 1.0)] == [600.0] * 3

@@ -6,6 +6,7 @@ side of faulthandler and the other ranks of its host.
 """
 
 import contextlib
+import math
 import os
 import re
 import shutil
@@ -48,6 +49,8 @@ _UNSEEN_S = 15.0
 _FRAMES = 64
 _CALLERS = re.compile(r".*(<frozen runpy>|/torchdistpackage/launch/)")
 """Frames that come before the user's in every stack and explain nothing."""
+_TIMES_SHORT = 4.0
+"""Part of the limit of a step that what is repeated after each may take, to be held to it."""
 _SUSPENDED_S = 5.0
 """A watch that did not run for so long was suspended with its job, which is no hang."""
 
@@ -144,6 +147,9 @@ class Heartbeat:
         self.num_steps = self.num_beats = 0
         self.num_slow = 0
         self.since_s = _now_s()
+        self._short_s = math.inf
+        """Longest time for which `allow_repeated` counts as short."""
+        self._longest_s: dict[str, float] = {}
 
     def step(self) -> None:
         """Begin a step, which ends the one before."""
@@ -167,6 +173,24 @@ class Heartbeat:
             self.since_s = _now_s()
 
     slow = allow_slow
+
+    @contextmanager
+    def allow_repeated(self, name: str) -> Iterator[None]:
+        """Allow the block the time of one step, if every earlier block of this `name` was short,
+        and that of `allow_slow` otherwise.
+
+        For what comes after every step: a rank that stops there is found as soon as in a step.
+        """
+        if self._longest_s.get(name, math.inf) < self._short_s:
+            self.beat()
+            yield
+            self.beat()
+            return
+        with self.allow_slow():
+            began_s = self.since_s
+            yield
+            took_s = _now_s() - began_s
+        self._longest_s[name] = max(took_s, self._longest_s.get(name, 0.0))
 
 
 class StepClock:
@@ -219,6 +243,7 @@ class HangWatchdog(Heartbeat):
         super().__init__()
         long_s = max(10 * timeout_s, 600.0)
         self.world_size, self.timeout_s = world_size, timeout_s
+        self._short_s = timeout_s / _TIMES_SHORT
         self.slow_timeout_s = long_s if slow_timeout_s is None else slow_timeout_s
         self.first_timeout_s = long_s if first_timeout_s is None else first_timeout_s
         self.start_timeout_s = 3 * self.slow_timeout_s

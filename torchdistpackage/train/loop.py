@@ -7,6 +7,7 @@ numbers are read one step late, and all ranks stop after the same step.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -256,8 +257,16 @@ class Loop:
 
     def _save_locally(self) -> None:
         self.log.sync()
-        with self.trainer.phases("save"), self.heartbeat.allow_slow():
+        with self.trainer.phases("save"), self._save_limit():
             self.saver.save_locally(self.state)
+
+    def _save_limit(self) -> AbstractContextManager[None]:
+        """Return the time limit of a local copy, which may come after every step and must not hide
+        a stopped rank for minutes; that of a save if one to the run folder is under way.
+        """
+        if self.saver.is_writing_run_folder:
+            return self.heartbeat.allow_slow()
+        return self.heartbeat.allow_repeated("local copy")
 
     def _on_saved(self, step: int, took_s: float) -> None:
         """Record that the checkpoint of `step` is complete, `took_s` seconds after its save
@@ -294,7 +303,7 @@ class Loop:
         self.state.tokens += result.tokens
         self.log.see(result.tokens)
         if self.saver.is_saving:
-            with self.heartbeat.allow_slow():
+            with self._save_limit():
                 self.saver.hear(result.step, result.votes)
         return result
 

@@ -152,6 +152,14 @@ class RunSaver:
         """Return whether a save is under way; the answer is the same on all ranks."""
         return self._shared.pending is not None or self._local.pending is not None
 
+    @property
+    def is_writing_run_folder(self) -> bool:
+        """Return whether a save to the run folder is under way, or a local copy that becomes
+        one.
+        """
+        is_draining = self._local.pending is not None and self._drains
+        return self._shared.pending is not None or is_draining
+
     def hear(self, step: int, votes: Mapping[str, float]) -> None:
         """Continue the saves in progress according to the summed votes of `step`.
 
