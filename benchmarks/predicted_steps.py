@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="layouts whose name has this word")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="begin no round after these"
+        "--seconds", type=float, default=math.inf, help="begin no third round after these"
     )
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between two turns")
     parser.add_argument("--models", choices=("narrow", "wide", "both"), default="both")
@@ -141,7 +141,7 @@ def _measured(model: str, given: argparse.Namespace) -> list[dict]:
         for layout, keys in named.items():
             turns.start(layout, keys)
         for number in range(given.rounds):
-            if number and time.monotonic() > end:
+            if number > 1 and time.monotonic() > end:
                 break
             profiles += [turns.profile(number)] if number else []
             for layout in random.Random(number).sample(sorted(named), len(named)):

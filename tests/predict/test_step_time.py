@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from tests.tells import facts_pattern
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.predict.collectives import Fabric
+from torchdistpackage.predict.collectives import SLOWDOWN, Fabric
 from torchdistpackage.predict.devices import DEVICES, find_device
-from torchdistpackage.predict.kernels import Matmul, matmul_seconds
-from torchdistpackage.predict.layer import LayerCosts, adapter_parameters, shares
+from torchdistpackage.predict.kernels import Matmul, attention_seconds, matmul_seconds
+from torchdistpackage.predict.layer import STALL_CALLS, LayerCosts, adapter_parameters, shares
 from torchdistpackage.predict.links import LinkModel
-from torchdistpackage.predict.published import LLAMA3_8B, QWEN3_30B
-from torchdistpackage.predict.step import TERMS, step_time
+from torchdistpackage.predict.published import LLAMA3_8B, LLAMA3_70B, QWEN3_30B
+from torchdistpackage.predict.step import HOST_CALL_S, TERMS, step_time
 from torchdistpackage.predict.workload import StepLayout, TransformerSizes
 from torchdistpackage.schedule.costs import StageCosts
 from torchdistpackage.schedule.engine import simulate
@@ -49,7 +49,7 @@ CASES = {
     "muon on experts": (QWEN3_30B, StepLayout(16, 4096, 2, 2, expert=16, optimizer="muon")),
     "eager": (LLAMA3_8B, StepLayout(8, 2048, 1, 2, zero=3, kernels="eager", attention="unfused")),
 }
-H100 = DEVICES["h100-sxm"]
+H100, B200 = DEVICES["h100-sxm"], DEVICES["b200"]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -249,6 +249,52 @@ def test_a_host_that_starts_each_expert_holds_up_a_small_micro_batch() -> None:
     )
     assert few.terms["host and framework"] < 0.02 * few.total
     assert many.terms["host and framework"] > 0.1 * many.total
+
+
+def test_a_gather_hides_behind_the_matmul_of_its_own_layer() -> None:
+    """The narrow matmuls of queries, keys and values hide less than the wide ones of the MLP."""
+    layout = StepLayout(8, 4096, 1, 1, tensor=8, sequence_parallel=True, joins=True)
+    costs = LayerCosts(LLAMA3_70B, layout, H100, Fabric.of(H100))
+    call = costs.fabric.gather_seconds(2 * 4096 * LLAMA3_70B.dim, 8)
+    narrow, wide = (
+        next(op for op in costs.block_operations() if op.name == name).backward / 2
+        for name in ("q k v", "gate up")
+    )
+    assert narrow < call < wide
+    hidden = 2 * (call - narrow + SLOWDOWN * narrow) + 2 * SLOWDOWN * call
+    assert costs.block().tensor == pytest.approx([4 * call, 2 * call + hidden])
+
+
+def test_tensor_ranks_add_up_their_embeddings() -> None:
+    for sequence_parallel, calls in ((False, (1, 0)), (True, (1, 1))):
+        layout = StepLayout(8, 4096, 1, 1, tensor=8, sequence_parallel=sequence_parallel)
+        costs = LayerCosts(LLAMA3_70B, layout, H100, Fabric.of(H100))
+        num_bytes = 2 * 4096 * LLAMA3_70B.dim
+        one = costs.fabric.scatter_seconds if sequence_parallel else costs.fabric.sum_seconds
+        assert costs.embedding().tensor == [one(num_bytes, 8) * number for number in calls]
+
+
+def test_a_device_is_idle_until_the_host_has_read_the_counts_of_tokens() -> None:
+    layout = StepLayout(8, 4096, 4, 2, expert=8, attention="flash3")
+    waits = [
+        step_time(sizes, layout, H100).terms["host and framework"]
+        for sizes in (QWEN3_30B, replace(QWEN3_30B, num_experts=0))
+    ]
+    expected = 2 * QWEN3_30B.layers * STALL_CALLS * HOST_CALL_S
+    assert waits[0] - waits[1] == pytest.approx(expected)
+
+
+def test_attention_on_blackwell_takes_one_longest_tile_more() -> None:
+    """Within 20 % of kernels that SimuMax measured: milliseconds by tokens and heads."""
+    for seq_len, heads, measured_ms in (
+        (4096, 8, 0.0984),
+        (4096, 64, 0.280),
+        (4096, 128, 0.490),
+        (131072, 8, 31.2),
+    ):
+        flops, tiles = 2.0 * seq_len**2 * 128 * heads, seq_len / 256 * heads
+        seconds = attention_seconds(B200, "flash3", flops, seq_len, backward=False, tiles=tiles)
+        assert seconds == pytest.approx(measured_ms * 1e-3, rel=0.2)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -14,10 +14,13 @@ from torchdistpackage.errors import ConfigError
 from torchdistpackage.predict.devices import Accelerator
 from torchdistpackage.predict.links import LinkModel
 
-NODE_HOP_S = 8e-6
+NODE_HOP_S = 8.6e-6
 START_S = 23.6e-6
 """A hop of a ring inside a node and the start of a collective, as NCCL was measured on eight B200:
-5.5 to 9.2 us a hop and 22 to 26 us (MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json)."""
+8.0 us a hop of a reduce-scatter, 9.2 us of an all-gather, and 22 to 26 us (MooreThreads/SimuMax,
+configs/system/b200_bf16_ceperm.json)."""
+NETWORK_SHARE = 0.75
+"""Share of a network card's bandwidth that large collectives reach, on all devices."""
 NETWORK_HOP_S = 14e-6
 """A hop between nodes, as NCCL's own model has it for large messages (src/graph/tuning.cc, protocol
 Simple)."""
@@ -58,10 +61,9 @@ class Fabric:
                 f"{device.name} has links of {speeds[0]:g} and {speeds[1]:g} bytes/s; give each "
                 f"bandwidth as a number above zero"
             )
-        share = device.fit.link
         return cls(
-            LinkModel(NODE_HOP_S, device.node_bytes_per_s * share),
-            LinkModel(NETWORK_HOP_S, network * share),
+            LinkModel(NODE_HOP_S, device.node_bytes_per_s * device.fit.link),
+            LinkModel(NETWORK_HOP_S, network * NETWORK_SHARE),
             node_size or device.node_size,
         )
 

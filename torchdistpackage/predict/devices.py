@@ -21,9 +21,9 @@ class Fit:
     """The constants of a device that its data sheet does not print.
 
     matmul: share of the peak that large bfloat16 matmuls reach. memory: share of the memory
-    bandwidth that element-wise kernels reach. link: share of a link's bandwidth that large
-    collectives reach. float8: share of its peak that float8 reaches, always borrowed; None: as
-    `matmul`.
+    bandwidth that element-wise kernels reach. link: share of the bandwidth of links inside a node
+    that large collectives reach, measured or assumed. float8: share of its peak that float8
+    reaches, always borrowed; None: as `matmul`.
     """
 
     matmul: float
@@ -50,7 +50,9 @@ class Accelerator:
     that these links join. network_bytes_per_s: of the network card of one device. cores: streaming
     multiprocessors or compute units, over which a matmul's tiles are spread. flash2: share of the
     bfloat16 peak that FlashAttention 2 reaches on long sequences, there and back; flash3: the same
-    of kernels made for the device. clock: what its power limit leaves
+    of kernels made for the device. half_length: tokens of a sequence at which attention reaches
+    half of that; 0: its rate depends on its tiles, which start in their order and not the longest
+    first. clock: what its power limit leaves
     of the rate of a device with the same printed peaks. matmul_times: by dtype (operations,
     seconds) of measured matmuls, ascending, in place of peak and cores. call_s: host time of an
     operation where it was measured. is_host: the host computes, so its calls and its communication
@@ -72,6 +74,7 @@ class Accelerator:
     source: str
     flash2: tuple[float, float] = (0.36, 0.32)
     flash3: tuple[float, float] = _FLASH3
+    half_length: int = 512
     clock: float = 1.0
     matmul_times: Mapping[str, tuple[tuple[float, float], ...]] = field(
         default_factory=dict[str, tuple[tuple[float, float], ...]]
@@ -89,15 +92,27 @@ class Accelerator:
 # What `scripts/prediction_table.py --fit NAME` prints, which a test holds them to.
 _A100 = Fit(matmul=0.84, memory=0.70, link=0.75)
 _H100 = Fit(matmul=0.60, memory=0.90, link=0.75)
-_B200 = Fit(matmul=0.46, memory=0.70, link=0.75, float8=_H100.matmul)
+_B200 = Fit(matmul=0.46, memory=0.70, link=0.67, float8=_H100.matmul)
+_MI300X = Fit(matmul=0.45, memory=0.81, link=0.75)
+"""Measured by others: the share of the peak that matmuls in bfloat16 and float8 reach, as power
+limits their clocks, and that of the memory's bandwidth (Ambati et al. 2025, arXiv:2510.27583)."""
 
 _FLASH2_ON_AMPERE = (0.62, 0.55)
 _FLASH2_ON_BLACKWELL = (0.16, 0.14)
 """FlashAttention 2 is written with Ampere's instructions, which Hopper and Blackwell run at about
 one rate: Dao 2023, arXiv:2307.08691, figures of throughput on A100 and H100."""
-_CUDNN_ON_BLACKWELL = (0.545, 0.435)
-"""The mean over 32,768 and 131,072 tokens, 8 and 16 heads, of kernels that MooreThreads/SimuMax
-measured on a B200 (configs/system/b200_bf16_ceperm.json, whose rates count masked scores)."""
+_CUDNN_ON_BLACKWELL = (0.58, 0.40)
+"""The share of the peak where tiles outnumber the cores: the mean over 13 sizes of kernels that
+MooreThreads/SimuMax measured on a B200 (configs/system/b200_bf16_ceperm.json, whose rates count
+masked scores), of 4,096 to 131,072 tokens and 4 to 128 heads 128 wide; each is within 20 % of it,
+two forward ones within 35 %."""
+
+_FLASH2_ON_CDNA = (0.27, 0.155)
+"""FlashAttention 2 of ROCm 6.3.2 on MI300X: 355 and 203 TFLOP/s on 16,384 tokens, heads 128 wide
+(ROCm/flash-attention#142), where PyTorch's own kernels are said to be about as fast."""
+_AITER_ON_CDNA = (0.36, 0.32)
+"""Those of FlashAttention 2 on Hopper, for want of a table; AITER's backward was measured at 0.30
+and 0.42 of the peak of an MI355X (ROCm/aiter#815)."""
 
 
 def _at_power(watts: float, of_watts: float) -> float:
@@ -235,6 +250,7 @@ DEVICES: dict[str, Accelerator] = {
             source="NVIDIA DGX B200 data sheet",
             flash2=_FLASH2_ON_BLACKWELL,
             flash3=_CUDNN_ON_BLACKWELL,
+            half_length=0,
         ),
         # DGX B300 data sheet, one of eight: 72 PFLOPS FP8 sparse, 64 TB/s, 2.3 TB, NVLink 1.8 TB/s
         # both ways, eight 800 Gbit/s cards.
@@ -258,6 +274,7 @@ DEVICES: dict[str, Accelerator] = {
             source="NVIDIA DGX B300 data sheet",
             flash2=_FLASH2_ON_BLACKWELL,
             flash3=_CUDNN_ON_BLACKWELL,
+            half_length=0,
         ),
         # GB200 NVL72 data sheet, one of 72: 720 PFLOPS FP8 and 360 BF16 are sparse; 576 TB/s, 13.4
         # TB, NVLink 130 TB/s both ways among all 72; one 400 Gbit/s card each.
@@ -281,6 +298,7 @@ DEVICES: dict[str, Accelerator] = {
             source="NVIDIA GB200 NVL72 data sheet",
             flash2=_FLASH2_ON_BLACKWELL,
             flash3=_CUDNN_ON_BLACKWELL,
+            half_length=0,
         ),
         # GB300 NVL72 data sheet, one of 72: 720 PFLOPS FP8 and 360 BF16 are sparse; 576 TB/s, 20
         # TB, NVLink 130 TB/s both ways; one 800 Gbit/s card each. It has the peaks of GB200 and
@@ -305,11 +323,11 @@ DEVICES: dict[str, Accelerator] = {
             source="NVIDIA GB300 NVL72 data sheet",
             flash2=_FLASH2_ON_BLACKWELL,
             flash3=_CUDNN_ON_BLACKWELL,
+            half_length=0,
             clock=_at_power(1400, 1200),
         ),
         # AMD Instinct MI300X data sheet: 1,307.4 BF16, 2,614.9 FP8, 5.3 TB/s, 192 GB, 304 compute
-        # units; seven links of 64 GB/s each way join eight of them. It has the peaks of MI325X and
-        # 750 W instead of 1,000.
+        # units; seven links of 64 GB/s each way join eight of them.
         Accelerator(
             name="mi300x",
             title="MI300X",
@@ -325,12 +343,14 @@ DEVICES: dict[str, Accelerator] = {
             node_size=8,
             network_bytes_per_s=400 * GBIT,
             cores=304,
-            fit=_H100,
+            fit=_MI300X,
+            flash2=_FLASH2_ON_CDNA,
+            flash3=_AITER_ON_CDNA,
             is_fitted=False,
             source="AMD Instinct MI300X data sheet",
-            clock=_at_power(750, 1000),
         ),
-        # AMD Instinct MI325X data sheet: the rates of MI300X with 256 GB at 6 TB/s.
+        # AMD Instinct MI325X data sheet: the rates of MI300X with 256 GB at 6 TB/s, and 1,000 W
+        # instead of 750.
         Accelerator(
             name="mi325x",
             title="MI325X",
@@ -346,9 +366,12 @@ DEVICES: dict[str, Accelerator] = {
             node_size=8,
             network_bytes_per_s=400 * GBIT,
             cores=304,
-            fit=_H100,
+            fit=_MI300X,
+            flash2=_FLASH2_ON_CDNA,
+            flash3=_AITER_ON_CDNA,
             is_fitted=False,
             source="AMD Instinct MI325X data sheet",
+            clock=_at_power(1000, 750),
         ),
         # AMD Instinct MI355X data sheet: 2,516.6 BF16, 5,033.2 FP8, 8 TB/s, 288 GB, 256 compute
         # units; seven links of 76.8 GB/s each way. It has no TF32: float32 on the matrix cores is
@@ -369,6 +392,8 @@ DEVICES: dict[str, Accelerator] = {
             network_bytes_per_s=400 * GBIT,
             cores=256,
             fit=_H100,
+            flash2=_FLASH2_ON_CDNA,
+            flash3=_AITER_ON_CDNA,
             is_fitted=False,
             source="AMD Instinct MI355X data sheet",
         ),

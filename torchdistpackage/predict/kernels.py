@@ -26,8 +26,6 @@ for the largest value: about half of the casts read for that once more."""
 TRANSPOSE_BYTES = 2
 """The same for the second copy, turned round for the matmul of the gradient."""
 
-_HALF_LENGTH = 512
-"""Tokens of a sequence at which attention reaches half of its rate on long ones."""
 ATTENTION_ROWS = 256
 """Rows of a tile of attention: of two groups of warps on Hopper and Blackwell."""
 
@@ -128,9 +126,14 @@ def attention_seconds(
         return flops * times[-1][1] / times[-1][0]
     shares = device.flash2 if kernel == "flash2" else device.flash3
     # narrow heads have as many exponentials for fewer operations
-    share = shares[backward] * seq_len / (seq_len + _HALF_LENGTH) * min(head_dim + 128, 256) / 256
+    share = shares[backward] * seq_len / (seq_len + device.half_length)
+    share *= min(head_dim + 128, 256) / 256
+    waves = tiles / device.cores
     # forward the last tile of a head has the whole sequence, twice the mean, and no core helps it
-    longest = 1.0 if backward else max(2 * device.cores / tiles, 1.0)
+    if backward:
+        longest = max(1 / waves, 1.0) if device.half_length == 0 else 1.0
+    else:
+        longest = 1 + 2 / waves if device.half_length == 0 else max(2 / waves, 1.0)
     return longest * flops / (device.peak("bfloat16") * device.clock * share)
 
 

@@ -32,6 +32,12 @@ CLAMP_BYTES = 16, 20
 """Bytes of clamped gates and ups, forward and backward, for each number that leaves the activation:
 two clamps and the copy that joins their results; backward those of the clamps and of the split
 (Megatron-LM, megatron/core/fusions/fused_bias_geglu.py, `weighted_bias_quick_geglu_impl`)."""
+STALL_CALLS = 5.0
+"""About what the host starts between reading how many tokens each expert gets, for which it waits
+for the device, and the first long kernel after it: the device is idle meanwhile."""
+CLAMP_STALL_CALLS = 2.0
+"""The same for the number that Megatron-LM adds to a clamped gate, which it copies to the device in
+each forward of the activation (`torch.tensor` in the same function)."""
 ATTENTION_MATMULS = ("q", "k", "v", "q k v", "attention output")
 
 
@@ -42,7 +48,7 @@ class Operation:
     kind: "matmul", "elementwise", "attention" or "scores", which is attention in plain matmuls.
     forward, backward: seconds of computation. kernels: launched forward; twice as many backward.
     repeats: the recomputation of matmuls includes this one. calls: of the host besides these
-    kernels, forward and backward.
+    kernels, forward and backward. stalls: calls of the host that an idle device waits for, forward.
     """
 
     name: str
@@ -52,6 +58,7 @@ class Operation:
     kernels: int = 1
     repeats: bool = False
     calls: tuple[float, float] = (0.0, 0.0)
+    stalls: float = 0.0
 
 
 @dataclass(slots=True)
@@ -59,15 +66,16 @@ class BlockTime:
     """Seconds of one block for one microbatch; exposed communication by the axis it is along.
 
     forward, backward: computation. recompute: what the backward computes again. calls: operations
-    that the host starts, (forward, backward). host: seconds that a pass waits for
-    the host. tensor, context,
-    expert: exposed, (forward, backward) with what recomputation repeats.
+    that the host starts, (forward, backward). stalls: those of them that an idle device waits for.
+    host: seconds that a pass waits for the host. tensor, context, expert: exposed,
+    (forward, backward) with what recomputation repeats.
     """
 
     forward: float = 0.0
     backward: float = 0.0
     recompute: float = 0.0
     calls: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    stalls: list[float] = field(default_factory=lambda: [0.0, 0.0])
     host: list[float] = field(default_factory=lambda: [0.0, 0.0])
     tensor: list[float] = field(default_factory=lambda: [0.0, 0.0])
     context: list[float] = field(default_factory=lambda: [0.0, 0.0])
@@ -100,6 +108,7 @@ class BlockTime:
             self.backward + times * other.backward,
             self.recompute + times * other.recompute,
             pair(self.calls, other.calls),
+            pair(self.stalls, other.stalls),
             pair(self.host, other.host),
             pair(self.tensor, other.tensor),
             pair(self.context, other.context),
@@ -111,8 +120,9 @@ class BlockTime:
         it computes itself, so calls come on top."""
         if is_host:
             return replace(self, host=[calls * call_s for calls in self.calls])
-        passes = zip(self.calls, self.pass_s, strict=True)
-        return replace(self, host=[max(x * call_s - seconds, 0.0) for x, seconds in passes])
+        passes = zip(self.calls, self.stalls, self.pass_s, strict=True)
+        host = [max(x * call_s - seconds, stalls * call_s) for x, stalls, seconds in passes]
+        return replace(self, host=host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +181,8 @@ class LayerCosts:
         num_local = max(z.num_experts // x.expert, 1)
         routed = rows * z.top_k * (x.tensor if x.sequence_parallel else 1)
         each, hidden = routed / num_local, z.hidden / x.tensor
-        yield replace(self._linear("router", rows, z.num_experts, z.dim), calls=ROUTER_CALLS)
+        router = self._linear("router", rows, z.num_experts, z.dim)
+        yield replace(router, calls=ROUTER_CALLS, stalls=STALL_CALLS)
         # to the order of ranks and back, and again to that of experts where the exchange does not
         passes = (1 if x.dedups else 2) * routed * z.dim
         yield self._elementwise("permutation", passes, (8, 10), (12, 16), 8)
@@ -184,7 +195,7 @@ class LayerCosts:
             clamped = self._elementwise(
                 "activation clamp", routed * hidden, CLAMP_BYTES, CLAMP_BYTES, 3
             )
-            yield replace(clamped, kernels=3)
+            yield replace(clamped, kernels=3, stalls=CLAMP_STALL_CALLS)
         down = self._linear("expert down", each, z.dim, hidden, count=num_local)
         yield replace(down, calls=(num_local - 1.0, 2.0 * (num_local - 1)))
         if x.expert_bias:
@@ -346,6 +357,7 @@ class LayerCosts:
                 kernels + sum(op.calls[0] for op in ops),
                 2.0 * kernels + repeated + sum(op.calls[1] for op in ops),
             ],
+            [sum(op.stalls for op in ops), share * sum(op.stalls for op in again)],
         )
         rerun = share if x.recompute == "blocks" else 0.0
         self._tensor(time, ops, rerun)
@@ -400,29 +412,32 @@ class LayerCosts:
         if x.tensor == 1:
             return
         num_bytes = x.tokens * self.sizes.dim * x.item_bytes
-        matmuls = [op for op in ops if op.kind == "matmul" and op.name != "router"]
-        narrow = sum(op.forward for op in matmuls) / 4
-        back = sum(op.backward for op in matmuls) / 8
+        ins, outs = _halves(ops)
+        # backward, the matmul of the input's gradient and that of the weight's
+        back = [sum(op.backward for op in half) / 2 for half in ins]
         if not x.sequence_parallel:
             all_reduce_s = fabric.sum_seconds(num_bytes, x.tensor)
             time.tensor[0] += 2 * all_reduce_s
             # the all-reduce of an input's gradient goes on beside the matmul of the weight's
-            time.tensor[1] += 2 * fabric.beside(all_reduce_s, 2 * back) + 2 * rerun * all_reduce_s
+            time.tensor[1] += 2 * rerun * all_reduce_s
+            time.tensor[1] += sum(fabric.beside(all_reduce_s, each) for each in back)
             return
         scatter = fabric.scatter_seconds(num_bytes, x.tensor)
         gather = fabric.gather_seconds(num_bytes / (2 if x.float8 else 1), x.tensor)
         if x.tensor_overlap:
-            forward_s = sum(
-                2 * _in_chunks(fabric, each, narrow, x.tensor) for each in (gather, scatter)
-            )
-            behind = sum(
-                2 * _in_chunks(fabric, each, 2 * back, x.tensor) for each in (gather, scatter)
-            )
+            forward_s, behind = 0.0, 0.0
+            for inner, outer in zip(ins, outs, strict=True):
+                before, after = (sum(op.forward for op in half) for half in (inner, outer))
+                forward_s += _in_chunks(fabric, gather, before, x.tensor)
+                forward_s += _in_chunks(fabric, scatter, after, x.tensor)
+                before, after = (sum(op.backward for op in half) / 2 for half in (inner, outer))
+                behind += _in_chunks(fabric, gather, after, x.tensor)
+                behind += _in_chunks(fabric, scatter, before, x.tensor)
         else:
             forward_s = 2 * gather + 2 * scatter
             # beside the other matmul go the gather of the input and the scatter of its gradient
             behind = 2 * gather + sum(
-                2 * fabric.beside(each, 2 * back) for each in (gather, scatter)
+                fabric.beside(each, half) for half in back for each in (gather, scatter)
             )
         time.tensor[0] += forward_s
         time.tensor[1] += behind + rerun * forward_s
@@ -475,12 +490,20 @@ class LayerCosts:
         item, table = x.item_bytes, z.vocab_parameters / x.tensor
         dense = 0.0 if x.lora else (4 if z.tied else 1) * item * table
         forward_s, back = self._copied([(table, x.sharers)])
-        return BlockTime(
+        time = BlockTime(
             self._bytes(2 * item * numbers) + forward_s,
             self._bytes(3 * item * numbers + dense) + back,
             0.0,
             [1.0, 3.0],
         )
+        if x.tensor > 1:  # each rank has a share of the vocabulary
+            num_bytes = x.tokens * z.dim * item
+            if x.sequence_parallel:
+                time.tensor[0] += self.fabric.scatter_seconds(num_bytes, x.tensor)
+                time.tensor[1] += self.fabric.gather_seconds(num_bytes, x.tensor)
+            else:
+                time.tensor[0] += self.fabric.sum_seconds(num_bytes, x.tensor)
+        return time
 
     def head(self) -> BlockTime:
         """The last norm, the logits and the loss."""
@@ -514,6 +537,15 @@ class LayerCosts:
             time.tensor[0] += gather + 2 * self.fabric.sum_seconds(4.0 * x.tokens, x.tensor)
             time.tensor[1] += self.fabric.scatter_seconds(num_bytes, x.tensor)
         return time
+
+
+def _halves(ops: list[Operation]) -> tuple[list[list[Operation]], list[list[Operation]]]:
+    """Return the matmuls that read the stream and those that write to it, of attention and of the
+    MLP each."""
+    matmuls = [op for op in ops if op.kind == "matmul" and op.name != "router"]
+    last = next(i for i, op in enumerate(matmuls) if op.name == "attention output")
+    halves = matmuls[: last + 1], matmuls[last + 1 :]
+    return [half[:-1] for half in halves], [half[-1:] for half in halves]
 
 
 def shares(sizes: TransformerSizes, layout: StepLayout) -> list[tuple[float, ShardGroups]]:
