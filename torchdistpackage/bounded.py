@@ -185,7 +185,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     A file is 8 bytes of length, a header of JSON, and the tensors one after the other.
 
     Raises:
-        OSError: it is no regular file, or cannot be read.
+        OSError: it is not a regular file, or cannot be read.
         ValueError: the header is none, or is not true of the file.
     """
     size_bytes = opened_size(path)

@@ -75,7 +75,7 @@ def open_regular(path: Path, flags: int, mode: int = 0o666) -> int:
     there. flags, mode: of os.open; leave out O_TRUNC where a hard link could be planted.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file.
+        OSError: it cannot be opened, or is not a regular file.
     """
     try:
         handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, mode)
@@ -86,7 +86,7 @@ def open_regular(path: Path, flags: int, mode: int = 0o666) -> int:
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         check_regular(path)
-        raise OSError(None, "is no regular file", str(path))
+        raise OSError(None, "is not a regular file", str(path))
     return handle
 
 
@@ -142,7 +142,7 @@ def append_json(path: Path, value: Mapping[str, Any]) -> None:
     Its folder is made where it is missing.
 
     Raises:
-        OSError: it cannot be written, or is no regular file.
+        OSError: it cannot be written, or is not a regular file.
     """
     make_folder(path.parent)
     file = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o664)

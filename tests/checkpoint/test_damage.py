@@ -279,6 +279,6 @@ def test_ranks_agree_on_the_older_one_and_refuse_to_begin_anew(ranks, two: Path)
     forge(two / "step_000001", put(9, "step"))
     first, second = ranks(2).run(search, str(two))
     assert first == second
-    assert first.startswith(f"refused: {two} has 2 checkpoints and none is whole")
+    assert first.startswith(f"refused: {two} has 2 checkpoints, but none is complete")
     assert "step 9" in first
     assert ranks(2).run(search, str(two / "none")) == ["None"] * 2

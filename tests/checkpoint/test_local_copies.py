@@ -204,14 +204,16 @@ def test_what_is_damaged_comes_from_the_other_node_or_an_older_copy_does(ranks, 
     assert other == (first, notes) and first == 3, "noted alike on all ranks"
     assert notes[:2] == [f"local copies of step {x} on 2 of 2 nodes" for x in (3, 2)]
     assert "step_000003/rank00000" in notes[2] and "not usable on " in notes[2]
-    assert notes[3:] == ["local copies of step 3 are used, and in the run folder now"]
+    assert notes[3:] == [
+        "local copies of step 3 are used, and have been copied into the run folder"
+    ]
     spoil(tmp_path, 1, 3, rank=0)  # now nobody has
     (folder,) = (tmp_path / "disks" / "node1").glob("tdp-*")
     folder.rename(folder.with_name("away"))
     (first, notes), _ = ranks(2).run(found_and_noted, tmp_path, 2)
     assert first == 2 and f"{folder} is not there" in notes[0]
     assert notes[1] == "local copies of step 3 on 1 of 2 nodes"
-    assert notes[-1] == "local copies of step 2 are used, and in the run folder now"
+    assert notes[-1] == "local copies of step 2 are used, and have been copied into the run folder"
 
 
 def test_what_a_rank_reads_at_a_start_does_not_grow_with_the_ranks():
@@ -289,7 +291,7 @@ def test_a_folder_of_each_node_is_named_in_full_and_its_variables_are_set():
     assert expanded("/shm/$USER/${JOB}x", {"USER": "me", "JOB": "7"}) == Path("/shm/me/7x")
     with pytest.raises(CheckpointError, match=r"local_dir=/shm/\$A\$B: A, B is not set here"):
         expanded("/shm/$A$B", {"B": ""})
-    with pytest.raises(CheckpointError, match="it is tmp/x here; use an absolute path"):
+    with pytest.raises(CheckpointError, match="it is tmp/x on this node; use an absolute path"):
         expanded("$A/x", {"A": "tmp"})
 
 

@@ -158,7 +158,7 @@ def test_under_a_launcher_the_culprit_is_named_once(tmp_path):
                 "4 problems in tdp comm",
                 "--axes dta=2: there is no axis 'dta'; did you mean data?",
                 "--axes pipe: write an axis as AXIS=N",
-                "pipe wants a whole number of ranks, 1 or more, or auto; got '0'",
+                "pipe needs a whole number of ranks, 1 or more, or auto; got '0'",
                 "axis tensor is given twice",
             ],
         ),

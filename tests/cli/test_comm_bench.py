@@ -61,7 +61,7 @@ def test_one_rank_has_nothing_to_measure(forks, capsys):
         (["--operations", "gossip"], "there is no operation 'gossip'"),
         (["--dtypes", "float8"], "there is no dtype 'float8'"),
         (["--sizes", "0"], "size '0' is 0 bytes"),
-        (["--sizes", "much"], "'much' is no size"),
+        (["--sizes", "much"], "'much' is not a size"),
         (["--over", "tensor"], "there is no group 'tensor' in data=2"),
         (["--min-busbw", "tensor=1"], "over tensor; name one of the measured axes: data"),
         (["--min-busbw", "pairs=1"], "add --pairs"),

@@ -270,4 +270,4 @@ def test_mistakes(ranks, tmp_path, capsys):
     save_tokenizer(source, 300)
     said = refused(2, source, "--data", text, f"run.dir={tmp_path}")
     assert f"has 300 ids, but the model has a vocabulary of {VOCAB}" in said
-    assert "is no run" in refused(2, source, "--data", text, "--checkpoint", tmp_path)
+    assert "is not a run" in refused(2, source, "--data", text, "--checkpoint", tmp_path)

@@ -128,8 +128,8 @@ def test_a_folder_that_is_no_checkpoint_is_refused_before_a_rank_starts(tmp_path
     step = checkpoint(run / "checkpoints")
     expected = {
         str(tmp_path): "has no manifest.json, so it is not a complete checkpoint",
-        str(run): f"it is no checkpoint, but has some; name one, such as {step}",
-        str(step.parent): f"it is no checkpoint, but has some; name one, such as {step}",
+        str(run): f"it is not a checkpoint, but has some; name one, such as {step}",
+        str(step.parent): f"it is not a checkpoint, but has some; name one, such as {step}",
         "": "--resume '': there is no such folder",
     }
     for resume, text in expected.items():
@@ -138,7 +138,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused_before_a_rank_starts(tmp_path
         assert said.startswith("tdp: ") and text in said and said.count("\n") == 1, said
     (step / "manifest.json").unlink()
     assert main(["train", TINY, f"run.dir={tmp_path}"]) == 1
-    assert "1 checkpoints and none is whole" in capsys.readouterr().err
+    assert "1 checkpoints, but none is complete" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_another_precision_is_refused_before_a_rank_starts(tmp_path, monkeypatch):

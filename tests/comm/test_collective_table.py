@@ -64,5 +64,5 @@ def test_a_bandwidth_from_bytes_and_time():
 
 @pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_to_all"])
 def test_bytes_that_no_parts_add_up_to_are_refused(name):
-    with pytest.raises(LayoutError, match=f"{name}: 1001 bytes do not fall into 4 equal parts"):
+    with pytest.raises(LayoutError, match=f"{name}: 1001 bytes cannot be cut into 4 equal parts"):
         COLLECTIVES[name].input_bytes(1001, 4)

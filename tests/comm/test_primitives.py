@@ -234,7 +234,7 @@ REFUSALS = [
     "for a group of 2 ranks",
     "both send_sizes and receive_sizes",
     "for a group of 2 ranks",
-    "no dims has no rows",
+    "without dims has no rows",
     "float8_e4m3fn cannot be reduced; convert it to bfloat16",
     "float8_e4m3fn cannot be reduced; convert it to bfloat16",
     "shape (3,) whose elements share memory",

@@ -61,13 +61,13 @@ def test_a_place_is_what_was_said(method, numbers, env, expected):
         ("tcp://localhost:1", (2, -1, -1), "does not say rank, and no launcher"),
         ("tcp://localhost", (2, 0, -1), "needs a host and a port"),
         ("tcp://localhost:port", (2, 0, -1), "needs a host and a port"),
-        ("tcp://[::1", (2, 0, -1), "is no URL: Invalid IPv6"),
+        ("tcp://[::1", (2, 0, -1), "is not a URL: Invalid IPv6"),
         ("file://", (2, 0, -1), "needs the path of a file"),
         ("tcp://localhost:1?rank=x", (2, -1, -1), "RANK='x'"),
         ("tcp://localhost:1", (2, 2, -1), "rank 2 of 2"),
         ("tcp://localhost:1", (1, 1, -1), "rank 1 of 1"),
         ("env://", (2, 0, -1), "MASTER_PORT, MASTER_ADDR"),
-        ("mpi://", (2, 0, -1), "none of env://, tcp://HOST:PORT and file://PATH"),
+        ("mpi://", (2, 0, -1), "not one of env://, tcp://HOST:PORT and file://PATH"),
     ],
 )
 def test_what_is_missing_or_cannot_be_is_said(method, numbers, text):

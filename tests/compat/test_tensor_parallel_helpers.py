@@ -130,7 +130,7 @@ def test_rules_in_earlier_forms():
     made = config.convert_legacy_state_action(lambda tensor, rank: tensor[rank])
     assert isinstance(made, tp.StateAction)
     assert made(torch.arange(3), rank=2) == 2
-    with pytest.raises(LayoutError, match="which is no action"):
+    with pytest.raises(LayoutError, match="which is not an action"):
         config.convert_legacy_state_action("split 0")
     _, chosen = plan()
     (actions,) = config.create_collective_ops(chosen.output_rules, [CPU, CPU]).values()

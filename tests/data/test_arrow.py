@@ -117,7 +117,7 @@ def test_a_cached_name_is_its_newest_rows(cache):
         ("a/b", ["2 data sets", "a/b, a/b/x"]),
         ("wikitext/raw", ["is not in", "raw-v1, v1"]),
         ("wiki", ["is not in", "Org/my_chats, a, a/b, wikitext;"]),
-        ("a/../b", ["no name of a data set"]),
+        ("a/../b", ["not a name of a data set"]),
         ("a/b/x:train", ["'dev', 'test'", "none is train"]),
         ("wikitext/v1:dev", ["'test', 'train'", "none is dev"]),
     ],

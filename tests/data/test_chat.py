@@ -250,7 +250,7 @@ def test_all_wrong_lines_are_named_at_once_up_to_a_number(tmp_path):
             chat("a", "b"),
             "1: the chat template writes none of the assistant's text",
         ),
-        ("{% for %}", chat("a", "b"), "is no Jinja template: "),
+        ("{% for %}", chat("a", "b"), "is not a Jinja template: "),
         (
             None,
             chat("a", "b"),
@@ -361,7 +361,7 @@ def test_a_tokenizer_that_does_not_do_is_refused_before_ranks_start(tmp_path, ca
     assert "has none, neither as chat_template.jinja" in said and "2 problems" in said
     (Path(source.tokenizer) / "tokenizer.json").unlink()
     assert main([*command, config]) == 2
-    assert "tokenizer.json is no file; name a folder with" in capsys.readouterr().err
+    assert "tokenizer.json is not a file; name a folder with" in capsys.readouterr().err
     (Path(source.tokenizer) / "tokenizer.json").write_text('{"model": 1}')
     assert main([*command, config]) == 2
-    assert "is no tokenizer of the tokenizers library" in capsys.readouterr().err
+    assert "is not a tokenizer of the tokenizers library" in capsys.readouterr().err

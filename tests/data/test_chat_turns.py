@@ -132,7 +132,7 @@ def test_rows_set_variables_of_the_template(tmp_path):
     for options in ({"enable_thinking": False, "x": None}, '{"enable_thinking": false}'):
         assert learned(folder, {**row, "chat_template_kwargs": options}) == ["beta<|im_end|>\n"]
     for options, text in (
-        ({"tools": []}, "chat_template_kwargs has tools, which is no variable"),
+        ({"tools": []}, "chat_template_kwargs has tools, which is not a variable"),
         ([1], "chat_template_kwargs is a list"),
     ):
         with pytest.raises(DataError, match=f"here: {text}"):

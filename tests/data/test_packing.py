@@ -238,10 +238,10 @@ def test_lines_that_are_no_documents_are_named(tmp_path, lines, field, text):
 
 def test_missing_and_wrong_files_are_refused(tmp_path):
     source, cache = json_lines(tmp_path, sentences(10)), tmp_path / "cache"
-    with pytest.raises(DataError, match=r"tokenizer\.json is no file; name a folder"):
+    with pytest.raises(DataError, match=r"tokenizer\.json is not a file; name a folder"):
         tokenized(replace(source, tokenizer=str(tmp_path)), cache)
     (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(DataError, match=r"bad\.json is no tokenizer of the tokenizers library"):
+    with pytest.raises(DataError, match=r"bad\.json is not a tokenizer of the tokenizers library"):
         tokenized(replace(source, tokenizer=str(tmp_path / "bad.json")), cache)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"empty: there is no \.jsonl file there"):

@@ -146,7 +146,7 @@ def test_a_config_that_is_no_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ConfigError, match="is no JSON mapping"):
+    with pytest.raises(ConfigError, match="is not a JSON mapping"):
         read_config(tmp_path)
     with pytest.raises(ConfigError, match="model_type is 'opt'"):
         model_keys({"model_type": "opt"}, "here")

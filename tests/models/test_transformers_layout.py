@@ -139,13 +139,13 @@ def test_learned_positions_end(tmp_path):
         ({"model_type": ["llama"]}, "model_type is ['llama']"),
         (
             {"hidden_size": "wide", "initializer_range": "small", "mlp_bias": 3},
-            "hidden_size is 'wide', which is no size; mlp_bias is 3; use true or false; "
-            "initializer_range is 'small', which is no number",
+            "hidden_size is 'wide', which is not a size; mlp_bias is 3; use true or false; "
+            "initializer_range is 'small', which is not a number",
         ),
         ({"num_attention_heads": 0, "head_dim": None}, "it has no attention heads"),
         ({"num_key_value_heads": 4}, "6 heads cannot share 4 key-value heads evenly"),
         ({"num_hidden_layers": 0}, "its size layers is 0"),
-        ({"num_hidden_layers": -1}, "num_hidden_layers is -1, which is no size"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1, which is not a size"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
         ({"vocab_size": None}, "vocab_size"),
         ({"pad_token_id": 300}, "pad_token_id is 300, but the vocabulary has 300 tokens"),

@@ -133,6 +133,6 @@ def test_the_table_names_the_wrong_term(tmp_path: Path, capsys: pytest.CaptureFi
     text = " ".join(capsys.readouterr().out.split())
     assert "term predicted measured difference" in text
     assert "wrong optimizer takes" in text and "more than predicted" in text
-    assert "number device.bytes_per_s of" in text or "no other value of one number" in text
+    assert "number device.bytes_per_s of" in text or "no change of a single number" in text
     assert main(asked) == 2
     assert "--compare needs a device" in " ".join(capsys.readouterr().err.split())

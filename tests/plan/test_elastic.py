@@ -52,7 +52,7 @@ def test_as_many_replicas_as_fit_keep_the_accumulation_where_they_can():
 @pytest.mark.parametrize(
     ("world", "words"),
     [
-        (5, "5 ranks are no multiple of context=1 x tensor=2 = 2"),
+        (5, "5 ranks are not a multiple of context=1 x tensor=2 = 2"),
         (10, "10 ranks do not share data.global_batch=48 evenly in 2 microbatches"),
     ],
 )

@@ -247,7 +247,7 @@ def test_the_queue_says_when_a_run_would_be_done(tmp_path, monkeypatch, capsys):
     assert main(["plan", str(path), "--search", "--queue"]) == 0
     text = capsys.readouterr().out
     assert "1 of 2 idle" in text and "not free within what Slurm says" in text
-    assert "partition gpu has 2 nodes" in text and "done first on 1 nodes" in text
+    assert "partition gpu has 2 nodes" in text and "finished first on 1 nodes" in text
     assert main(["plan", str(path), "--queue"]) == 2
     assert "goes with --search" in capsys.readouterr().err
 

@@ -248,7 +248,7 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path, capsys):
     ]
     assert main(words) == 2
     said = capsys.readouterr().err
-    assert "there is no such folder" in said and "so it is no run folder" in said
+    assert "there is no such folder" in said and "so it is not a run folder" in said
     assert "y.html cannot be written" in said and not list(tmp_path.glob("*.html"))
 
 

@@ -391,7 +391,7 @@ def test_the_command_writes_a_file_that_other_runs_are_refused(tdp, ranks, tmp_p
         file.write(" ")
     assert "train.distill.teacher (" in problem()
     path.write_text("x")
-    assert "is no file that tdp reference has written" in problem()
+    assert "is not a file that tdp reference has written" in problem()
     code, said = tdp([*command, "--top-k", "301", "train.distill.beta=0.5"])
     assert code == 2 and "give -o FILE" in said and "--top-k 301" in said and "beta=0.5" in said
 

@@ -97,7 +97,7 @@ def test_every_shipped_configuration_can_be_tried_for_a_few_steps(file):
     ("optim", "text"),
     [
         ("{schedule: linear, schedule_args: {power: 2}}", "has power, but optim.schedule=linear"),
-        ("{schedule: cosine, schedule_args: {num_cycles: a}}", "num_cycles=a is no number"),
+        ("{schedule: cosine, schedule_args: {num_cycles: a}}", "num_cycles=a is not a number"),
         ("{schedule: cosine_with_min_lr}", "needs one of min_lr and min_lr_rate"),
         ("{schedule: warmup_stable_decay}", "needs num_decay_steps"),
         ("{schedule: polynomial, schedule_args: {lr_end: 1.0}}", "lr_end=1 is not below"),

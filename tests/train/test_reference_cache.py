@@ -116,6 +116,6 @@ def test_the_command_writes_a_file_that_other_runs_are_refused(tdp, ranks, tmp_p
         file.write(" ")
     assert "the reference model" in problem()
     path.write_text("x")
-    assert "is no file that tdp reference has written" in problem()
+    assert "is not a file that tdp reference has written" in problem()
     code, said = tdp([*command, "train.dpo.loss=simpo"])
     assert code == 2 and "give -o FILE" in said and "loss=simpo" in said

@@ -249,8 +249,8 @@ def none_complete(folder: Path, number: int, problem: str) -> CheckpointError:
     problem: the damage of the oldest one.
     """
     return CheckpointError(
-        f"{folder} has {number} checkpoints and none is whole ({problem}); mend or move them, "
-        f"nothing is begun anew over them"
+        f"{folder} has {number} checkpoints, but none is complete ({problem}); repair them, or "
+        "move them away to begin at step 0"
     )
 
 

@@ -116,7 +116,10 @@ def latest_together(
     for step in {*saved} - steps:
         newest = folder_name(max(steps)) if steps else "none"
         log.warning(
-            "step %d was saved in %s, but no node sees it: newest is %s", step, folder, newest
+            "step %d was saved in %s, but no node can see it: the newest visible one is %s",
+            step,
+            folder,
+            newest,
         )
     last = ""
     for path in (Path(folder) / name for name in names):
@@ -319,8 +322,8 @@ class ShardReader:
     def _ask_states(self, layouts: Mapping[Tensor, Layout]) -> set[Tensor]:
         """Ask for the optimizer state of each parameter or shard, and for the shards themselves.
 
-        A shard is read even if it is no wide copy, because the next gather overwrites the parameter
-        with it. Return the parameters whose shard is a wide copy.
+        A shard is read even if it is not a wide copy, because the next gather overwrites the
+        parameter with it. Return the parameters whose shard is a wide copy.
         """
         assert self._optimizer is not None
         masters: set[Tensor] = set()
@@ -371,9 +374,9 @@ class ShardReader:
         elif entry.shape != layout.shape:
             if not is_whole(layout, tensor):
                 raise CheckpointError(
-                    f"{name} has shape {entry.shape} in {self.path}, its parameter "
-                    f"{layout.shape}, which is split over ranks in this run; continue with the "
-                    f"layout or the optimizer that wrote it"
+                    f"{name} has shape {entry.shape} in {self.path}, its parameter {layout.shape} "
+                    "and is split over ranks in this run; continue with the layout or the "
+                    "optimizer that wrote it"
                 )
             buffer = torch.empty(entry.shape, dtype=dtype, device=tensor.device)
             self._ask(topology_rank.kept(state_layout, shard, buffer), layout.name)

@@ -129,12 +129,13 @@ class LocalCopies:
             own_copy = next((x for x in own_copies if x.digest == digest), None)
             if (problem := self._drain_found(path, own_copy, source)) is None:
                 self.notes.append(
-                    f"local copies of step {step} are used, and in the run folder now"
+                    f"local copies of step {step} are used, and have been copied into the run "
+                    "folder"
                 )
                 return self._checkpoints / path.name
             if self._rank == self._ranks[0]:
                 warn_skipped(path, problem)
-        self.notes.append("no local copies are used: none is whole on the nodes of this start")
+        self.notes.append("no local copies are used: none is complete on the nodes of this start")
         return newest
 
     def _summary(self, reports: list[Any]) -> object:

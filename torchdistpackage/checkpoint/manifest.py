@@ -176,9 +176,9 @@ class Manifest:
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"]))
             why = f"{where[:80]}: {first['msg']}, got {str(first['input'])[:40]}"
-            raise CheckpointError(f"it is no manifest: {why}") from error
+            raise CheckpointError(f"it is not a manifest: {why}") from error
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"it is no manifest: {error!r}") from error
+            raise CheckpointError(f"it is not a manifest: {error!r}") from error
 
 
 _MANIFEST = TypeAdapter(Manifest)
@@ -308,7 +308,8 @@ def _check_tiles(name: str, entry: TensorEntry) -> None:
         )
     for tile, other in _overlaps(entry.pieces):
         raise CheckpointError(
-            f"pieces of {name[:80]!r} at {tile.offset} and {other.offset} overlap, so it has a hole"
+            f"pieces of {name[:80]!r} at {tile.offset} and {other.offset} overlap, so other "
+            "elements are missing"
         )
 
 

@@ -45,12 +45,13 @@ def expanded(path: str, env: Mapping[str, str]) -> Path:
     if missing := sorted(name for name in names if not env.get(name)):
         raise CheckpointError(
             f"checkpoint.local_dir={path}: {', '.join(missing)} is not set here; set it on every "
-            f"node, or write the folder out"
+            "node, or write a path without variables"
         )
     folder = Path(_VARIABLE.sub(lambda match: env[match[1] or match[2]], path))
     if not folder.is_absolute():
         raise CheckpointError(
-            f"checkpoint.local_dir={path}: it is {folder} here; use an absolute path, from / on"
+            f"checkpoint.local_dir={path}: it is {folder} on this node; use an absolute path, "
+            "which begins with /"
         )
     return folder
 
@@ -159,7 +160,10 @@ def checkpoints_in(folder: Path, unusable: Callable[[str], object]) -> list[Node
     checkpoints: list[NodeCheckpoint] = []
     if not is_own(folder):
         exists = os.path.lexists(folder)
-        unusable(f"{folder} " + ("is no folder of this user alone" if exists else "is not there"))
+        unusable(
+            f"{folder} "
+            + ("is not a folder that only this user can write to" if exists else "is not there")
+        )
         return checkpoints
     for path in candidates(folder):
         try:

@@ -72,8 +72,8 @@ def _nodes(
     for host, node in node_of_ranks:
         if others := sorted({hosts[rank] for rank in node} - {host}):
             raise CheckpointError(
-                f"{name} is one folder on {host} and on {', '.join(others[:4])}; "
-                f"name a folder that each node has for itself, such as one in /dev/shm"
+                f"{name} is the same folder on {host} and on {', '.join(others[:4])}; name a "
+                "folder that each node has for itself, such as one in /dev/shm"
             )
     return tuple(sorted({node for _, node in node_of_ranks}))
 

@@ -235,8 +235,8 @@ def _state(
         if tensor.ndim and not is_part and not is_whole(layout, param):
             raise CheckpointError(
                 f"optimizer state {name} has shape {tuple(tensor.shape)}, its parameter "
-                f"{tuple(param.shape)}, which is split over ranks; only state of that shape and "
-                f"scalars can be saved then"
+                f"{tuple(param.shape)} and is split over ranks; use an optimizer whose state has "
+                "the parameter's shape or is scalar"
             )
         yield (topology_rank.part if is_part else topology_rank.kept)(
             layout.named(name), shard, tensor

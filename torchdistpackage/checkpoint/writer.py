@@ -87,7 +87,7 @@ def write_stream(
     with naming(path), path.open("wb", buffering=BLOCK_BYTES) as file:
         for data in _blocks(head, order, read_tensor):
             if cancelled():
-                raise CancelledSave(f"{path.name} was not written to its end")
+                raise CancelledSave(f"{path.name} was not written completely")
             checksum.update(data)
             file.write(data)
             size_bytes += len(data)
@@ -111,7 +111,7 @@ def copy_file(
     with naming(target), target.open("wb", buffering=BLOCK_BYTES) as file:
         while data := _block_of(source):
             if cancelled():
-                raise CancelledSave(f"{target.name} was not copied to its end")
+                raise CancelledSave(f"{target.name} was not copied completely")
             checksum.update(data)
             file.write(data)
         _flush(file)

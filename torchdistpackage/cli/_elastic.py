@@ -20,7 +20,7 @@ def node_span(nodes: str) -> range:
     span = re.fullmatch(r"([1-9]\d{0,4})\.\.([1-9]\d{0,4})", nodes)
     if span is None or int(span[1]) > int(span[2]):
         raise typer.BadParameter(
-            f"{nodes} is no range; write the fewest and the most nodes, such as 1..4",
+            f"{nodes} is not a range; write the fewest and the most nodes, such as 1..4",
             param_hint="--nodes",
         )
     return range(int(span[1]), int(span[2]) + 1)
@@ -53,6 +53,9 @@ def elastic_table(source: str, run: RunConfig, nodes: str, ranks_per_node: int |
         rows.append((number, world, *sizes, rounds, samples, f"{fitted.timeline.bubble:.1%}", ""))
     more = ""
     if run.launch.elastic.nodes is not None:
-        more = "; where a row has no degrees, the job uses the next smaller number that has"
+        more = (
+            "; where a row has no degrees, the job uses the next smaller number of nodes that has "
+            "some"
+        )
     head = f"{run.run.name}: the same batch, samples and learning rates on {nodes} nodes{more}"
     return f"{head}\n{text_table(rows, last_left=True)}"

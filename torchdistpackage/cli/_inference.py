@@ -164,9 +164,11 @@ class ModelSource:
     def problems(self) -> list[str]:
         """Return what is wrong with the requested checkpoint."""
         if self.averages and not self.is_run:
-            return [f"--ema: {self.path} is no run, so it has no averages; remove --ema"]
+            return [f"--ema: {self.path} is not a run, so it has no averages; remove --ema"]
         if self.checkpoint is not None and not self.is_run:
-            return [f"--checkpoint {self.checkpoint}: {self.path} is no run; remove --checkpoint"]
+            return [
+                f"--checkpoint {self.checkpoint}: {self.path} is not a run; remove --checkpoint"
+            ]
         if self.checkpoint is not None and not self.checkpoint.is_dir():
             return [f"--checkpoint {self.checkpoint}: there is no such folder"]
         if self.is_run and self.checkpoint is None and latest(self.path / CHECKPOINTS) is None:

@@ -49,7 +49,9 @@ def memory_table(plan: Plan, device: str | None = None, *, traces: bool = True) 
     rows.append(("in all", size_text(largest_rank.peak.total)))
     lines = [f"predicted peak of rank {largest_rank.rank}, which needs most", text_table(rows)]
     if not largest_rank.peak.is_exact:
-        lines.append("activations are those of experts chosen alike, or may be more in a kernel")
+        lines.append(
+            "activations assume that all experts get as many tokens; some kernels need more"
+        )
     if limit is None:
         lines.append("train.memory_gb, or a device, tells whether it fits")
         return wrap("\n".join(lines))

@@ -32,7 +32,7 @@ def summary(
     """Return the layout, memory, schedule, communication and job of a run.
 
     Args:
-        shape: nodes and tasks of the Slurm job; None if the run is no job.
+        shape: nodes and tasks of the Slurm job; None if the run is not a job.
         warnings: sentences, of which the first few are shown.
         passes: lines about the epochs of the run.
         time: the predicted step, if a device is named.

@@ -153,11 +153,11 @@ def _queue(
     ]
     if ends:
         first = min(ends, key=lambda number: ends[number])
-        lines.append(f"done first on {first} nodes")
+        lines.append(f"finished first on {first} nodes")
     lines.append(
         wrap(
-            "starts are those of a job that delays none that wait, by the time limits of jobs; a "
-            "run longer than its job's time waits again"
+            "each start assumes that jobs take their full time limit and that no waiting job is "
+            "delayed; a run that takes longer than one job waits in the queue again"
         )
     )
     return "\n".join(lines)
@@ -252,14 +252,15 @@ def _table(
     where = "" if per_node is None else f", {per_node} on a node"
     head = wrap(
         f"{run.run.name} on {world} ranks{where} ({device.name}): the fastest of "
-        f"{result.num_valid:,} valid degrees and divisions of the batch, each with all schedules, "
-        f"stages of ZeRO and orders of ranks, in {result.limit_bytes / 2**30:.1f} GiB of a rank"
+        f"{result.num_valid:,} valid combinations of degrees and micro-batches, each with all "
+        f"schedules, stages of ZeRO and orders of ranks, in {result.limit_bytes / 2**30:.1f} GiB "
+        "of a rank"
     )
     notes: list[str] = []
     if alike > 1:
         notes.append(
-            f"{alike} of them are within {error:.0%}, the error of predictions on this device; the "
-            f"first is the simplest of all layouts that are"
+            f"{alike} of them are within {error:.0%} of the fastest, the error of predictions on "
+            "this device; the first row is the simplest of these"
             + (f", {fast / best - 1:.1%} slower than the fastest" if fast > best else "")
         )
     notes.append("a short run of two or three of them tells which is faster on your cluster")
@@ -317,16 +318,16 @@ def _write(source: str, run: RunConfig, world: int, layouts: Sequence[RankedLayo
 def _nothing(run: RunConfig, world: int, device: Accelerator, result: SearchResult) -> str:
     if not result.num_valid:
         return (
-            f"no degrees of {world} ranks pass the rules: data.global_batch="
-            f"{run.data.global_batch}, model.heads={run.model.heads} and data.seq_len="
-            f"{run.data.seq_len} have no common division with them; change the number of ranks or "
-            f"data.global_batch"
+            f"no degrees of {world} ranks pass the rules: "
+            f"data.global_batch={run.data.global_batch}, model.heads={run.model.heads} and "
+            f"data.seq_len={run.data.seq_len} cannot all be divided by them; change the number of "
+            "ranks or data.global_batch"
         )
     limit = result.limit_bytes / 1e9
     if result.least_bytes is not None and result.least_bytes > result.limit_bytes:
         return (
             f"no layout of {world} ranks fits in the {limit:.3g} GB that a rank of {device.name} "
-            f"may hold: the one that needs least takes at least {result.least_bytes / 1e9:.4g} GB"
+            f"may hold: even the smallest takes at least {result.least_bytes / 1e9:.4g} GB"
         )
     return f"no layout of {world} ranks may run: {result.refusal}"
 

@@ -139,7 +139,7 @@ def _wrong(compared: RunComparison) -> str:
 
 def _explained(compared: RunComparison, where: str) -> str:
     if (number := compared.explanation) is None:
-        return "no other value of one number explains it"
+        return "no change of a single number explains it"
     return (
         f"{number.name} of {number.after:.3g} in place of {number.before:.3g} in {where} would "
         f"explain it"

@@ -75,7 +75,11 @@ def topology_text(
             crossing = [x.num_crossing[level] for x in (axis, other) for level in levels]
             rows.append((axis.axis, axis.num_ranks, axis.num_groups, num_bytes, *crossing))
         lines.append(text_table(rows, num_left=1))
-    exact = "no order crosses less" if best.is_exact else "the best of the orders that were tried"
+    exact = (
+        "no order has less traffic between switches"
+        if best.is_exact
+        else ("the best of the orders that were tried")
+    )
     if best.nodes == tuple(nodes):
         lines.append(wrap(f"order of nodes: as given; {exact}"))
     else:

@@ -324,7 +324,7 @@ def prune(
 
 
 def _folder(where: Path) -> Path:
-    """Return the folder of checkpoints of a run, or `where` itself if it is no run."""
+    """Return the folder of checkpoints of a run, or `where` itself if it is not a run."""
     if not where.is_dir():
         raise ConfigError(
             f"{where}: there is no such folder; name the folder of a run or of its checkpoints"
@@ -343,8 +343,8 @@ def _one(path: Path) -> Path:
     checkpoint_path = latest(_folder(path))
     if checkpoint_path is None:
         raise CheckpointError(
-            f"{path} is no complete checkpoint and contains none; tdp checkpoint ls {path} lists "
-            f"what is there"
+            f"{path} is not a complete checkpoint and contains none; tdp checkpoint ls {path} "
+            "lists what is there"
         )
     return checkpoint_path
 

@@ -189,7 +189,7 @@ def _parsed(text: str, problems: list[Problem]) -> tuple[tuple[str, int | None],
         elif name in dict(sizes):
             why = f"axis {name} is given twice; give it once"
         elif size != "auto" and not (size.isascii() and size.isdigit() and int(size) > 0):
-            why = f"{name} wants a whole number of ranks, 1 or more, or auto; got {size!r}"
+            why = f"{name} needs a whole number of ranks, 1 or more, or auto; got {size!r}"
         if why:
             problems.append(Problem(f"{_LINE}: --axes {part.strip()}", None, "", why))
         else:

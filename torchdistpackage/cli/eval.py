@@ -235,8 +235,8 @@ def _evaluate_tasks(
     folder = source.tokenizer(tokenizer)
     if source.run_config.data.head is not None:
         problems.append(
-            f"{source.path} has a head for data.name={source.run_config.data.name} in place of "
-            f"that for the next token, so it can score no text; remove --lm-eval"
+            f"{source.path} has a head for data.name={source.run_config.data.name} instead of one "
+            "for the next token, so it cannot score text; remove --lm-eval"
         )
     elif model_of(source.run_config.model) is None:
         problems.append(
@@ -328,8 +328,8 @@ def _prefix(folder: Path | None, codec: TokenCodec | None, problems: list[str]) 
         return _ends(folder, DataSection(), "on").bos[0]
     if codec.stop is None:
         problems.append(
-            f"the tokenizer {folder} names neither a bos_token nor an eos_token, one of which "
-            f"stands before a text without context; name one in its tokenizer_config.json"
+            f"the tokenizer {folder} has neither a bos_token nor an eos_token, and a text without "
+            "context must begin with one; set one in its tokenizer_config.json"
         )
     return codec.stop or 0
 

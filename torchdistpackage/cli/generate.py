@@ -99,8 +99,8 @@ def generate(
     codec, folder = None, source.tokenizer(tokenizer)
     if source.run_config.data.head is not None:
         problems.append(
-            f"{target} has a head for data.name={source.run_config.data.name} in place of that for "
-            f"the next token; use tdp eval, or tdp export for transformers' pipelines"
+            f"{target} has a head for data.name={source.run_config.data.name} instead of one for "
+            "the next token; use tdp eval, or tdp export for transformers' pipelines"
         )
     elif model_of(source.run_config.model) is None:
         problems.append(

@@ -149,7 +149,7 @@ def init(
     if path.exists() and not force:
         raise ConfigError(f"{file} exists already; name another file or pass --force")
     if task is not None and task not in TASKS:
-        raise ConfigError(f"task: {task} is none of {', '.join(TASKS)}; choose one of these")
+        raise ConfigError(f"task: {task} is not one of {', '.join(TASKS)}; choose one of these")
     answers = _answers(data, model, where, procs, steps)
     if lora is not None and not answers.is_hf:
         raise ConfigError("lora: adapters are for a Hugging Face folder; name one with --model")
@@ -217,7 +217,7 @@ def _data(text: str) -> str:
 
 def _model(text: str) -> str:
     if text != GPT and not _IMPORT_PATH.fullmatch(text):
-        read_config(text)  # refuses what is no folder of a model
+        read_config(text)  # refuses what is not a folder of a model
     return text
 
 

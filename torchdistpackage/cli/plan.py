@@ -257,7 +257,7 @@ def plan(
         return
     if (Path(config) / CONFIG).is_file() or config.endswith(".json"):
         raise typer.BadParameter(
-            f"{config} is a model and no run; give the number of tensor ranks, such as --tensor 2",
+            f"{config} is a model, not a run; give the number of tensor ranks, such as --tensor 2",
             param_hint="--tensor",
         )
     cluster = None if profile is None else resolve(READ_PROFILE)(profile)

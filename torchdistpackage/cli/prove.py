@@ -49,8 +49,8 @@ def prove(config: Config, overrides: Overrides = None, *, layouts: Layouts = "al
     is_folder = is_model(config)
     if not is_folder and Path(config).is_dir():
         raise ConfigError(
-            f"{config} has no config.json, so it is no folder of a transformers model; name one, "
-            f"or the YAML file of a run"
+            f"{config} has no config.json, so it is not a folder of a transformers model; name "
+            "one, or the YAML file of a run"
         )
     with tempfile.TemporaryDirectory(prefix="tdp-prove-") as scratch:
         if is_folder:

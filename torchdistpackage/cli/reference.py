@@ -118,8 +118,8 @@ def _problems(config: str, run: RunConfig, top_k: int | None) -> list[str]:
     if not run.has_reference:
         has = f"data.name={run.data.name} and train.dpo.loss={run.train.dpo.loss}"
         problems.append(
-            f"{config} has no reference: {has}; name one with pairs and a loss, or a "
-            f"train.distill.teacher"
+            f"{config} has no reference model ({has}); name a file whose loss needs one, or set "
+            "train.distill.teacher"
         )
     if run.data.is_unpaired or run.data.sources:
         problems.append(

@@ -89,7 +89,7 @@ class CollectiveSpec:
         """Return the bytes of each rank's input.
 
         Raises:
-            LayoutError: the counted bytes do not fall into equal parts.
+            LayoutError: the counted bytes cannot be cut into equal parts.
         """
         return self._buffer_bytes(self.input_is_part, counted_bytes, size)
 
@@ -104,8 +104,8 @@ class CollectiveSpec:
     def _buffer_bytes(self, is_part: bool, counted_bytes: int, size: int) -> int:
         if self.in_parts and counted_bytes % size:
             raise LayoutError(
-                f"{self.name}: {counted_bytes} bytes do not fall into {size} equal parts, one for "
-                f"each rank of the group; use a multiple of {size}"
+                f"{self.name}: {counted_bytes} bytes cannot be cut into {size} equal parts, one "
+                f"for each rank of the group; use a multiple of {size}"
             )
         return counted_bytes // size if is_part else counted_bytes
 

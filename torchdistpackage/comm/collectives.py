@@ -215,7 +215,7 @@ def as_group(group: Group | str) -> Group:
     An axis that tpc's topology leaves out has one rank a group.
 
     Raises:
-        CommError: this rank is not in the group, the name is unknown, or it is no group at all.
+        CommError: this rank is not in the group, the name is unknown, or it is not a group at all.
     """
     if isinstance(group, Group):
         return group
@@ -223,8 +223,8 @@ def as_group(group: Group | str) -> Group:
         return _named(group)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise CommError(
-            "this rank is not in the group, by what torch.distributed.new_group() returned; "
-            "let only the members call"
+            "this rank is not a member of the group that torch.distributed.new_group() returned; "
+            "call this only on members"
         )
     raise CommError(
         f"a group was expected, not {group!r}; pass a process group, or the name of one of tpc's "

@@ -204,7 +204,7 @@ def ranks_of(group: Group) -> tuple[int, ...]:
     """Return the global ranks of the group, in group order.
 
     Raises:
-        CommError: this is no group, or one that has ended.
+        CommError: this is not a group, or one that has ended.
     """
     try:
         return tuple(dist.get_process_group_ranks(group))

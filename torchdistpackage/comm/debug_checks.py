@@ -79,8 +79,8 @@ def agree_pairs(
     ]
     if wrong:
         raise CommError(
-            f"{operation} over ranks {tuple(ranks)} does not fit: {'; '.join(wrong[:8])}; "
-            f"receive_sizes of one rank are the send_sizes of the others for it"
+            f"{operation} over ranks {tuple(ranks)} does not fit: {'; '.join(wrong[:8])}; give "
+            "each rank the receive_sizes that the others have for it in send_sizes"
         )
 
 
@@ -115,7 +115,7 @@ def agree_messages(group: dist.ProcessGroup, messages: Sequence[tuple[str, Tenso
         peers = sorted({peer for _, _, peer in messages})
         raise CommError(
             f"rank {rank} and ranks {peers} could not compare their messages "
-            f"({', '.join(described)}); a rank that did not come says why: {error}"
+            f"({', '.join(described)}); see the error of the rank that did not come: {error}"
         ) from error
     wrong = [
         f"rank {rank} is about to {own_text}, rank {peer} to {peer_text}"
@@ -140,7 +140,8 @@ def _gathered(local: Tensor, group: dist.ProcessGroup, described: str) -> list[T
         state = state_of(group)
         raise CommError(
             f"call number {state.issued + 1} of ranks {state.ranks}, here {described}, could not "
-            f"be compared: a member did not come to it, or refused it, and says why itself: {error}"
+            "be compared: a member did not make the call, or refused it; see its own error: "
+            f"{error}"
         ) from error
     return gathered
 

@@ -276,8 +276,8 @@ def _sum(group: Group) -> None:
     dist.all_reduce(number, group=group)
     if int(number) != group.size():  # reading the number waits until all ranks are connected
         raise CommError(
-            f"a sum over the {group.size()} ranks {ranks_of(group)} is one over {int(number)}: "
-            f"torch {torch.__version__} connected other ranks; report this"
+            f"a test sum over the {group.size()} ranks {ranks_of(group)} is one over "
+            f"{int(number)}: torch {torch.__version__} connected the wrong ranks; report this"
         )
 
 

@@ -238,7 +238,7 @@ def _limit(state: GroupState, timeout_s: float | None) -> timedelta | None:
 
 
 def _peer(group: Group, rank: int, direction: str) -> int:
-    """Return the index of global `rank` in the group; refuse a rank that is no peer."""
+    """Return the index of global `rank` in the group; refuse a rank that is not a peer."""
     ranks = state_of(group).ranks
     if rank not in ranks or ranks.index(rank) == group.rank():
         raise CommError(

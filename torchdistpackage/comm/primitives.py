@@ -328,7 +328,7 @@ def _rows(
 ) -> list[int]:
     """Return the rows of each rank; refuse sizes that do not fit."""
     if x.dim() == 0:
-        raise CommError("a tensor of no dims has no rows to gather or scatter; use x.reshape(1)")
+        raise CommError("a tensor without dims has no rows to gather or scatter; use x.reshape(1)")
     size, num = group.size(), x.shape[0]
     if sizes is None and not (cut and num % size):
         return [num // size if cut else num] * size

@@ -305,7 +305,10 @@ def _give_up(store: dist.Store, rendezvous: Rendezvous, judge: Callable[[], str]
         store.wait(["complete"], timedelta(seconds=_TELL_WAIT_S))
         return store.get("complete").decode()
     except RuntimeError:
-        return f"rank 0, which keeps the list of the {world_size} ranks, left: not all had come"
+        return (
+            f"rank 0, which keeps the list of the {world_size} ranks, ended before all had come; "
+            "look at its log"
+        )
 
 
 def _missing(store: dist.Store, ranks: Sequence[int]) -> list[int]:

@@ -79,7 +79,7 @@ def describe(message: Message, device: torch.device | None = None) -> Descriptio
     device: where the receiver allocates its buffers, so all members must be on it; None: any.
 
     Raises:
-        CommError: a member is no tensor, a key no string, or a member is elsewhere.
+        CommError: a member is not a tensor, a key is not a string, or a member is elsewhere.
     """
     keys = tuple(message) if isinstance(message, dict) else ()
     if any(not isinstance(key, str) for key in keys):

@@ -25,7 +25,7 @@ def parse_init_method(
     try:
         url = urlsplit(method)
     except ValueError as error:
-        raise LaunchError(f"init method {method!r} is no URL: {error}") from error
+        raise LaunchError(f"init method {method!r} is not a URL: {error}") from error
     query = {name.upper(): values[-1] for name, values in parse_qs(url.query).items()}
     arguments = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank}
     settings = {name: str(number) for name, number in arguments.items() if number != -1}
@@ -38,8 +38,8 @@ def parse_init_method(
         return detect({**env, **settings})
     if url.scheme not in ("tcp", "file"):
         raise LaunchError(
-            f"init method {method!r} is none of env://, tcp://HOST:PORT and file://PATH; "
-            f"use one of them"
+            f"init method {method!r} is not one of env://, tcp://HOST:PORT and file://PATH; use "
+            "one of them"
         )
     numbers = _numbers(method, settings, env)
     if url.scheme == "tcp":

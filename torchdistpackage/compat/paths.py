@@ -261,7 +261,7 @@ MODULES = _flat()
 
 
 def announce(module: str, names: Names) -> None:
-    """Look up `names` of a module of this package that is no old path in the same way."""
+    """Look up `names` of a module of this package that is not an old path in the same way."""
     module_names = MODULES.setdefault(module, {})
     module_names |= {name: path for path, public_names in names.items() for name in public_names}
 

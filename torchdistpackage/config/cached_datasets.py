@@ -63,7 +63,7 @@ def located(path: str) -> Path:
         return Path(path)
     if not all(name.parts) or len(name.parts) > 3 or {".", ".."} & {*name.parts}:
         raise DataError(
-            f"{path} is no name of a data set; write {CACHED}NAME or {CACHED}ORG/NAME, with "
+            f"{path} is not a name of a data set; write {CACHED}NAME or {CACHED}ORG/NAME, with "
             "/CONFIG and :SPLIT behind it where there are several"
         )
     cache = cache_folder()

@@ -26,9 +26,9 @@ def elastic_config(
     fixed = config.parallel.context * config.parallel.tensor
     if world_size % fixed:
         raise ConfigError(
-            f"{source}: {world_size} ranks are no multiple of context={config.parallel.context} x "
-            f"tensor={config.parallel.tensor} = {fixed}, which stay on any number of nodes; use a "
-            f"multiple of {fixed}"
+            f"{source}: {world_size} ranks are not a multiple of context={config.parallel.context} "
+            f"x tensor={config.parallel.tensor} = {fixed}, which stay on any number of nodes; use "
+            f"a multiple of {fixed}"
         )
     first: ConfigErrors | None = None
     for candidate in _candidates(config, world_size // fixed):

@@ -79,7 +79,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         folder: a folder with config.json, or that file itself.
 
     Raises:
-        ConfigError: there is none, or it is no JSON mapping.
+        ConfigError: there is none, or it is not a JSON mapping.
     """
     path = config_file(folder)
     try:
@@ -92,7 +92,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} is no JSON mapping; name the folder of a transformers model")
+        raise ConfigError(f"{path} is not a JSON mapping; name the folder of a transformers model")
     return _with_keys_of_today(cast(dict[str, Any], content))
 
 
@@ -109,9 +109,9 @@ def other_model(folder: str | Path) -> str:
     if not names or any(name.endswith(_OF_TOKENS) for name in names):
         return ""
     return (
-        f"{folder} holds {names[0]}, according to its {FILE}, which is no causal language model: "
-        "it has no head that predicts tokens; name the folder of the language model that it was "
-        "made from (its architectures end in ForCausalLM)"
+        f"{folder} holds {names[0]}, according to its {FILE}, which is not a causal language "
+        "model: it has no head that predicts tokens; name the folder of the language model that "
+        "it was made from (its architectures end in ForCausalLM)"
     )
 
 
@@ -322,8 +322,8 @@ def tokenizer_file(path: Path) -> Path:
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise DataError(
-            f"data.tokenizer {path}: {file} is no file; name a folder with a tokenizer.json of the "
-            f"tokenizers library, as save_pretrained writes it"
+            f"data.tokenizer {path}: {file} is not a file; name a folder with a tokenizer.json of "
+            "the tokenizers library, as save_pretrained writes it"
         )
     return file
 
@@ -332,7 +332,7 @@ def vocabulary_size(file: Path) -> int:
     """Return the largest id in a tokenizer.json plus 1; ids may have gaps.
 
     Raises:
-        DataError: it is no tokenizer of the tokenizers library.
+        DataError: it is not a tokenizer of the tokenizers library.
     """
     return max(token_ids(file).values(), default=-1) + 1
 
@@ -341,7 +341,7 @@ def token_ids(file: Path) -> dict[str, int]:
     """Return the id of each token of a tokenizer.json.
 
     Raises:
-        DataError: it is no tokenizer of the tokenizers library.
+        DataError: it is not a tokenizer of the tokenizers library.
     """
     content = read_tokenizer(file)
     try:
@@ -352,13 +352,13 @@ def token_ids(file: Path) -> dict[str, int]:
         return {**pairs, **{token["content"]: token["id"] for token in added}}
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise DataError(
-            f"{file} is no tokenizer of the tokenizers library ({error!r}); save the tokenizer "
+            f"{file} is not a tokenizer of the tokenizers library ({error!r}); save the tokenizer "
             "again"
         ) from error
 
 
 def read_tokenizer(file: Path) -> dict[str, Any]:
-    """Return the content of a tokenizer.json; raises DataError if it is no JSON mapping."""
+    """Return the content of a tokenizer.json; raises DataError if it is not a JSON mapping."""
     return read_mapping(file)
 
 
@@ -381,7 +381,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
     `added_tokens_decoder` and is therefore complete. A mapping `extra_special_tokens` names more.
 
     Raises:
-        DataError: a file of the folder that names them is no JSON mapping.
+        DataError: a file of the folder that names them is not a JSON mapping.
     """
     tokens_map, config = (
         read_mapping(x) if (x := folder / name).is_file() else {} for name in SETTINGS
@@ -409,18 +409,18 @@ def _tokens(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def read_mapping(file: Path) -> dict[str, Any]:
-    """Return the content of a JSON file; raises DataError if it is no mapping."""
+    """Return the content of a JSON file; raises DataError if it is not a mapping."""
     try:
         content = parse_json(read_text(file), _untagged)
     except ValueError as error:
         raise DataError(f"{file} is not JSON: {error}; repair it, or download it again") from error
     if not isinstance(content, dict):
-        raise DataError(f"{file} is no JSON mapping; save the tokenizer again")
+        raise DataError(f"{file} is not a JSON mapping; save the tokenizer again")
     return cast(dict[str, Any], content)
 
 
 def read_text(file: Path) -> str:
-    """Return the text of a file of bounded size; raises DataError if it is no UTF-8 text."""
+    """Return the text of a file of bounded size; raises DataError if it is not UTF-8 text."""
     try:
         return read_regular(file, _MAX_TOKENIZER_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -390,7 +390,7 @@ def _the_best_is_known(c: RunConfig, world_size: int | None) -> str | None:
     if best is None or best in names:
         return None
     return (
-        f"checkpoint.keep_best={best} is no loss that the run measures; name one of "
+        f"checkpoint.keep_best={best} is not a loss that the run measures; name one of "
         f"{', '.join(names)}, or add it to data.eval"
     )
 
@@ -431,7 +431,7 @@ def _the_stop_has_a_value(c: RunConfig, world_size: int | None) -> str | None:
     if stop.metric in names or stop.metric.startswith("eval_"):
         return None
     return (
-        f"train.early_stop.metric={stop.metric} is no value that the run measures; name one of "
+        f"train.early_stop.metric={stop.metric} is not a value that the run measures; name one of "
         f"{', '.join(names)}, or eval_NAME of another value in metrics.jsonl"
     )
 

@@ -429,7 +429,8 @@ def _a_teacher_has_its_own_degrees(c: RunConfig, world_size: int | None) -> str 
         )
     if tensor % p.tensor:
         problems.append(
-            f"is no multiple of parallel.tensor={p.tensor}; set it to {multiples(p.tensor, tensor)}"
+            f"is not a multiple of parallel.tensor={p.tensor}; set it to "
+            f"{multiples(p.tensor, tensor)}"
         )
     elif p.data != "auto" and (ranks := p.data * p.tensor * p.pipe) % (tensor * pipe):
         names = ("data", "tensor") + (("pipe",) if p.pipe > 1 or pipe > 1 else ())

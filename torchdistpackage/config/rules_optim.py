@@ -24,7 +24,7 @@ def _schedule_takes_its_arguments(c: RunConfig, world_size: int | None) -> str |
                 f"{', '.join(SCHEDULE_SHAPES)}"
             )
         if key not in shapes and (isinstance(value, bool) or not isinstance(value, int | float)):
-            return f"optim.schedule_args.{key}={value} is no number; use a number"
+            return f"optim.schedule_args.{key}={value} is not a number; use a number"
     return _unsound(c)
 
 

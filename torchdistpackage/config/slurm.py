@@ -135,7 +135,7 @@ EXTRA: dict[str, str] = {
     "prologue": "a list of shell lines to run on the first node before the ranks start",
     "files": "a list of files or globs to copy into the snapshot of the code",
 }
-"""Keys of this package that are no options of sbatch."""
+"""Keys of this package that are not options of sbatch."""
 
 _LAYOUT = "every task sees all GPUs of its node"
 _CLEAN = "the job gets a clean environment; set variables in launch.slurm.prologue"

@@ -48,7 +48,7 @@ def text_ends(tokenizer: Path, bos: TextEnd = "auto", eos: TextEnd = "auto") -> 
 
     Raises:
         DataError: a choice is on, and the tokenizer has no such token; a file names one that is no
-            token; or the files are no tokenizer's.
+            token; or the files are not those of a tokenizer.
     """
     file = tokenizer_file(tokenizer)
     content, names = read_tokenizer(file), special_tokens(file.parent)
@@ -65,7 +65,7 @@ def template_ends(tokenizer: Path) -> TextEnds:
     """Return the ids that a tokenizer's template puts around a text.
 
     Raises:
-        DataError: the files are no tokenizer's.
+        DataError: the files are not those of a tokenizer.
     """
     file = tokenizer_file(tokenizer)
     return _around_text(read_tokenizer(file).get("post_processor"), file)
@@ -75,7 +75,7 @@ def end_of_text(tokenizer: Path) -> int | None:
     """Return the id that ends a text: the named eos_token, or else a token with a usual name.
 
     Raises:
-        DataError: the files are no tokenizer's.
+        DataError: the files are not those of a tokenizer.
     """
     file = tokenizer_file(tokenizer)
     content, name = read_tokenizer(file), special_tokens(file.parent).get("eos_token")

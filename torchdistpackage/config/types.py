@@ -1,7 +1,7 @@
 """The types of keys, with their limits and descriptions, and the base class of all sections.
 
-Types are strict: a string is no number, a bool is no int. An int is accepted for a float, and an
-integral float such as 4.0 for a count. The schema has the upper limits of numbers.
+Types are strict: a string is not a number, a bool is not an int. An int is accepted for a float,
+and an integral float such as 4.0 for a count. The schema has the upper limits of numbers.
 """
 
 import re

@@ -146,7 +146,8 @@ def tokens(path: str | Path, dtype: str, val_fraction: float) -> Corpus:
     dtype: uint8, uint16 or uint32. The last `val_fraction` is for validation.
 
     Raises:
-        DataError: the file is missing, is empty or ends within an id, or `dtype` is none of these.
+        DataError: the file is missing, is empty or ends within an id, or `dtype` is not one of
+            these.
     """
     if dtype not in TOKEN_DTYPES:
         raise DataError(f"token ids of type {dtype!r} in {path}; use {', '.join(TOKEN_DTYPES)}")
@@ -290,8 +291,8 @@ def _map(path: Path, dtype: str) -> tuple[npt.NDArray[np.unsignedinteger], Mappe
             )
         if size_bytes % width:
             raise DataError(
-                f"{path} has {size_bytes} bytes, which is no whole number of ids of {width} bytes "
-                f"({dtype}); check that the file is complete, and data.dtype"
+                f"{path} has {size_bytes} bytes, which is not a whole number of ids of {width} "
+                f"bytes ({dtype}); check that the file is complete, and data.dtype"
             )
         return np.asarray(np.memmap(path, dtype, mode="r")), file
     except OSError as error:

@@ -23,7 +23,7 @@ _FIRST, _LAST, _BITS = 1, 2, 2
 
 
 class RowTokens(NamedTuple):
-    """The positions of rows (N, S), bool each: tokens that are no padding, the first and the last
+    """The positions of rows (N, S), bool each: tokens that are not padding, the first and the last
     one of a row. texts: (N,) a number for each different text, negative for a row that is none.
     """
 

@@ -2,7 +2,7 @@
 
 A row is one text, cut or padded to one length. Its padding follows it, so in a decoder no token
 of the text attends to it; encoders are told where it begins (`position_ids`) and mask it. The
-target of a text stands at its last token that is no padding, which is where transformers pools in
+target of a text stands at its last token that is not padding, which is where transformers pools in
 decoders; those of words stand at their first tokens. All others are `IGNORE`.
 """
 

@@ -46,7 +46,7 @@ class SampleDocument(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """A row of a batch. documents: empty where the inputs are no token ids.
+    """A row of a batch. documents: empty where the inputs are not token ids.
 
     num_positions, num_trained: positions of the row, and those whose target counts; trained_tokens
     is about them. target: the target of a row as a whole, such as a class.

@@ -92,7 +92,7 @@ def detect(env: Env) -> Rendezvous:
     """Return this process's rank, from the first launcher whose variables are set.
 
     Raises:
-        LaunchError: a launcher's variables are there in part, are no numbers, or disagree.
+        LaunchError: a launcher's variables are there in part, are not numbers, or disagree.
     """
     rendezvous = next(answer for launcher in LAUNCHERS if (answer := launcher(env)) is not None)
     if rendezvous.rank < rendezvous.world_size and (
@@ -299,7 +299,7 @@ def _user_port(env: Env) -> tuple[int, ...]:
     """Return the user's MASTER_PORT as the only candidate, or () if unset."""
     port = _integer(env, "MASTER_PORT", default=0)
     if env.get("MASTER_PORT") and not 0 < port < 65_536:
-        raise LaunchError(f"MASTER_PORT={port} is no TCP port; use 1 to 65535, or unset it")
+        raise LaunchError(f"MASTER_PORT={port} is not a TCP port; use 1 to 65535, or unset it")
     return (port,) if port else ()
 
 

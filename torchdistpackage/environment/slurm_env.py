@@ -88,8 +88,8 @@ def expand_counts(text: str) -> tuple[int, ...]:
         repeat = int(match[2] or 1) if match else 0
         if match is None or not 0 < repeat <= MAX_HOSTS - len(counts):
             raise LaunchError(
-                f"task counts {_short(text)}: {_short(part)} is no count for 1 to {MAX_HOSTS} "
-                f"nodes; Slurm writes SLURM_STEP_TASKS_PER_NODE like 3,1(x2)"
+                f"task counts {_short(text)}: {_short(part)} is not a count for 1 to {MAX_HOSTS} "
+                "nodes; Slurm writes SLURM_STEP_TASKS_PER_NODE like 3,1(x2)"
             )
         counts += [int(match[1])] * repeat
     return tuple(counts)

@@ -35,7 +35,7 @@ def lost_row(reference: ParityRecord, ranks: Sequence[ParityRecord]) -> tuple[st
 
 
 def _rows(calls: ModuleCalls) -> Tensor | None:
-    """Return the rows of a module's first input, or None if it is no floating-point tensor of
+    """Return the rows of a module's first input, or None if it is not a floating-point tensor of
     rows.
     """
     x = calls.inputs[0] if calls.inputs else None

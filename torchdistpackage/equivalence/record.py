@@ -42,7 +42,7 @@ class ResumeGap:
     """A difference of a resumed run from the same run without a stop.
 
     kind: a key of `CAUSES`. what: the name of a tensor, or what differs. when: as `after stop 2`.
-    excess: the difference, over the largest number; None: it is missing, or is no number.
+    excess: the difference, over the largest number; None: it is missing, or is not a number.
     """
 
     kind: str
@@ -134,7 +134,7 @@ def recording(
             if torch.compiler.is_compiling():
                 return  # no part of the graph
             # a shallow copy, as a stage has of the base, has the hooks of its original
-            # a forward that the backward runs again is no call of its own
+            # a forward that the backward runs again is not a call of its own
             again = torch._C._current_graph_task_id() != -1
             if again or (first_call and name in calls):
                 return

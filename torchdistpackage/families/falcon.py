@@ -68,7 +68,7 @@ FALCON = Family(
     "FalconForCausalLM",
     shares_keys=False,
     documents="mask",
-    own_attention="its attention is none of transformers' functions",
+    own_attention="its attention is not one of transformers' functions",
     order=lambda s: BlockOrder(is_parallel=s["parallel_attn"] or s["new_decoder_architecture"]),
     nullable=frozenset(
         {"new_decoder_architecture", "multi_query", "parallel_attn", "alibi", "bias"}

@@ -52,7 +52,7 @@ _CALLERS = re.compile(r".*(<frozen runpy>|/torchdistpackage/launch/)")
 _TIMES_SHORT = 4.0
 """Part of the limit of a step that what is repeated after each may take, to be held to it."""
 _SUSPENDED_S = 5.0
-"""A watch that did not run for so long was suspended with its job, which is no hang."""
+"""A watch that did not run for so long was suspended with its job, which is not a hang."""
 
 _now_s = time.monotonic
 

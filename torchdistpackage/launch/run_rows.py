@@ -57,7 +57,7 @@ def mapping(row: Row, key: str) -> Mapping[str, Any]:
 class RowReader:
     """The rows of one growing file; `read_new` reads what was added since its last call.
 
-    rows: by step; the last row of a step counts. num_torn: complete lines that are no rows.
+    rows: by step; the last row of a step counts. num_torn: complete lines that are not rows.
     """
 
     path: Path

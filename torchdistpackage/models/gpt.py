@@ -66,7 +66,7 @@ class GPT(Grouped):
 
     Raises:
         LayoutError: the group cannot share the model (lists all sizes that do not fit), or
-            `pieces` is no run of the model's.
+            `pieces` is not a run of the model's.
     """
 
     rows_dim = 1

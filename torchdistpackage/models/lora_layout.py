@@ -257,7 +257,7 @@ def left_out(lora: Lora, weights: Mapping[str, Weight]) -> str | None:
     share = sum(frozen.values()) / sum(matrices.values())
     return (
         f"model.lora.target=[{ALL_LINEAR}] adapts {len(adapted)} layers ({words}); {len(frozen)} "
-        f"matrices, {share:.0%} of the weights of all, are no linear layers and stay as they are: "
+        f"matrices, {share:.0%} of the weights of all, are not linear layers and stay as they are: "
         f"{kinds}"
     )
 

@@ -1,9 +1,9 @@
 """Experts of transformers' models divided among ranks: each has some of a block's stacked experts.
 
 A module takes the place of transformers' own, under its name and with its parameters' names; the
-router before it stays transformers', and so do experts that are no plain gated MLPs. Where the loss
-of the routers is Switch's, it is counted as transformers counts it, over the tokens of all ranks
-together, so that it does not depend on how many these are.
+router before it stays transformers', and so do experts that are not plain gated MLPs. Where the
+loss of the routers is Switch's, it is counted as transformers counts it, over the tokens of all
+ranks together, so that it does not depend on how many these are.
 """
 
 import inspect

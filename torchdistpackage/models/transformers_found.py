@@ -457,7 +457,7 @@ def _padding_id(model: Any) -> int:
 
 @torch.no_grad()
 def _pools_elsewhere(model: Any, ids: Tensor, outputs: Tensor) -> str | None:
-    """Return where a class takes other logits than those of the last token that is no padding;
+    """Return where a class takes other logits than those of the last token that is not padding;
     None: it takes these.
 
     model: whose forward returns those of all positions, `outputs` (B, S, K) for ids (B, S).
@@ -468,7 +468,7 @@ def _pools_elsewhere(model: Any, ids: Tensor, outputs: Tensor) -> str | None:
     if logits.shape == last.shape and torch.allclose(logits, last, rtol=_TOLERANCE, atol=1e-5):
         return None
     name = type(model).__name__
-    return f"{name} does not score a text at its last token that is no padding, as decoders do"
+    return f"{name} does not score a text at its last token that is not padding, as decoders do"
 
 
 def _unreached(model: nn.Module) -> Iterator[str]:
@@ -513,8 +513,8 @@ def _looks_ahead(model: nn.Module, ids: Tensor) -> float:
 
 
 def _causality_problem(config_dict: Mapping[str, Any], model: Any, ids: Tensor) -> str | None:
-    """Return why `model`, a small copy of the model of `config_dict`, is no causal language model,
-    with the setting that makes it one if there is such; None: it is one.
+    """Return why `model`, a small copy of the model of `config_dict`, is not a causal language
+    model, with the setting that makes it one if there is such; None: it is one.
     """
     if (off := _looks_ahead(model, ids)) <= _TOLERANCE:
         return None

@@ -173,7 +173,7 @@ def shape_of_section(
     states are compared, so that an encoder is one too.
 
     Raises:
-        ConfigError: transformers has no such model, or its settings are no model; lists all.
+        ConfigError: transformers has no such model, or its settings describe no model; lists all.
     """
     where = section["hf"]
     config_dict = read_config(where)
@@ -205,11 +205,11 @@ def setting_problems(shape: TransformersShape) -> list[str]:
             continue  # without padding no row of the embedding is zero
         is_size = type(default) is int or (default is None and value is not None)
         if is_size and not (type(value) is int and 0 <= value <= _MOST):
-            problems.append(f"{key} is {_as_json(value)}, which is no size")
+            problems.append(f"{key} is {_as_json(value)}, which is not a size")
         elif type(default) is bool and type(value) is not bool:
             problems.append(f"{key} is {_as_json(value)}; use true or false")
         elif type(default) is float and type(value) not in (int, float):
-            problems.append(f"{key} is {_as_json(value)}, which is no number")
+            problems.append(f"{key} is {_as_json(value)}, which is not a number")
     if shape.kind.uses_is_causal and shape.given.get("is_causal") is False:
         problems.append(
             "is_causal is false, so that tokens see those that they are to predict; set it to true"

@@ -265,7 +265,7 @@ def scores_positions(model: Any, head: ModelHead) -> bool:
 def score_all_positions(model: Any) -> None:
     """Make a model with a head for sequences return the logits of every position.
 
-    transformers pools them at the last token that is no padding, which only the ids show: a stage
+    transformers pools them at the last token that is not padding, which only the ids show: a stage
     without the ids, or with a part of the sequence, could not. Here the targets say which it is.
     """
 

@@ -153,7 +153,7 @@ def _slices_nothing(shape: TransformersShape) -> str | None:
 
 
 def _routed(shape: TransformersShape) -> str:
-    """Return why a block with experts is no graph."""
+    """Return why a block with experts is not a graph."""
     by_name = layouts(shape)
     path = next(x for x, at in by_name.items() if "expert" in at.split_axes).rpartition(".")[0]
     return (
@@ -218,8 +218,8 @@ def _unshared(shape: TransformersShape, expert: int, tensor: int) -> list[tuple[
         if shape.kind.experts_alone:
             text = (
                 f"parallel.expert={expert} with parallel.tensor={tensor}: tensor ranks cannot cut "
-                f"the experts of {name} too, which are no plain gated MLPs and run by "
-                f"transformers' own code; set one of the two to 1"
+                f"the experts of {name} too, which are not plain gated MLPs and run by "
+                "transformers' own code; set one of the two to 1"
             )
         return [("parallel.expert", text)]
     problems: list[tuple[str, str]] = []

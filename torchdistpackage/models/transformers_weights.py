@@ -208,7 +208,7 @@ def fill(
     Returns the names of those that the folder leaves out, as a table of positions that nothing
     trains.
     """
-    raise AssertionError(f"{opened!r} is no opened folder")
+    raise AssertionError(f"{opened!r} is not an opened folder")
 
 
 @fill.register

@@ -298,7 +298,7 @@ class _Probe:
             self.model.config._attn_implementation = implementation
             AttentionInterface._global_mapping.pop(_PROBE, None)
         if not seen:
-            return "its attention is none of transformers' functions"
+            return "its attention is not one of transformers' functions"
         lacking = (text for name, text in _CAPS.items() if seen[0].get(name) is not None)
         return next(lacking, "")
 

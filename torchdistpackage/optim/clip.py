@@ -72,7 +72,7 @@ def clip_grad_norm_(
             group lacks ranks that share them.
         CommError: at the first call, others of the group have not called it.
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set, on all ranks alike.
-        ValueError: `norm_type` is no positive number.
+        ValueError: `norm_type` is not a positive number.
     """
     if not norm_type > 0:
         raise ValueError(

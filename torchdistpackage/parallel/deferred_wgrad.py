@@ -50,9 +50,9 @@ class DeferredGrad:
 def deferred_gradient(node: Any, argument: int, path: Container[Any]) -> DeferredGrad | None:
     """Return how to compute the gradient of argument number `argument` of autograd's `node` later.
 
-    Call it before a backward frees what the node saved. None: it is no matmul of this micro-batch,
-    or its saved tensors are recomputed for each backward (checkpointing). path: nodes of this
-    micro-batch.
+    Call it before a backward frees what the node saved. None: it is not a matmul of this
+    micro-batch, or its saved tensors are recomputed for each backward (checkpointing). path: nodes
+    of this micro-batch.
     """
     if (of_function := getattr(_function_of(node), "deferred_gradient", None)) is not None:
         if node.next_functions[0][0] not in path or _has_hook(node, node._raw_saved_tensors[0]):

@@ -118,7 +118,7 @@ def read_certificate(path: Path) -> Certificate:
     """Return the certificate in a file.
 
     Raises:
-        OSError: it cannot be read. ValueError: it is no certificate of this format.
+        OSError: it cannot be read. ValueError: it is not a certificate of this format.
     """
     values: Any = parse_json(read_regular(path, _MOST_BYTES).decode())
     try:
@@ -131,7 +131,7 @@ def read_certificate(path: Path) -> Certificate:
             [{str(axis): int(n) for axis, n in x.items()} for x in values["layouts"]],
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"it is no certificate of tdp prove ({error!r})") from error
+        raise ValueError(f"it is not a certificate of tdp prove ({error!r})") from error
 
 
 def unproved(config: RunConfig, planned: RunConfig, file: str) -> list[Problem]:

@@ -82,7 +82,7 @@ def compare_run(plan: Plan, prediction: StepPrediction, folder: Path) -> RunComp
     """Compare the run in `folder` with the prediction of its plan.
 
     Raises:
-        ConfigError: it is no run folder, has no numbers of ranks yet, or ran on other ranks.
+        ConfigError: it is not a run folder, has no numbers of ranks yet, or ran on other ranks.
     """
     rows = _rows(plan, folder)
     measured = _measured(rows)

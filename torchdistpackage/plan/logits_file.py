@@ -86,7 +86,7 @@ def wrong_logits(config: RunConfig) -> list[Problem]:
         return []
     write = f"tdp reference CONFIG -o {path}"
     if not Path(path).is_file():
-        return [config.problem(KEY, f"{path} is no file; write it with {write}")]
+        return [config.problem(KEY, f"{path} is not a file; write it with {write}")]
     try:
         header, tensors = header_of(Path(path)), read_header(Path(path))
         number = tensors[IDS].shape[0]

@@ -115,7 +115,7 @@ def memory(
             continue
         weights += count * weight.num_bytes * config.has_reference_copy
         part = parts.get(layout.name, count)
-        # what the optimizer updates is a part apart then, so a wide one is no copy
+        # what the optimizer updates is a part apart then, so a wide one is not a copy
         is_freed = zero == 3 and len(layout.stages) <= 1
         weights += (part * (not has_copy) if is_freed else count) * weight.num_bytes
         gradients += (count * adds_up + part * (zero >= 2)) * wide.num_bytes

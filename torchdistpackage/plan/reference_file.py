@@ -67,7 +67,7 @@ def header_of(path: Path) -> dict[str, str]:
             metadata: Mapping[str, str] = file.metadata() or {}
         header = parse_json(metadata[HEADER])
     except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise ValueError(f"{path} is no file that tdp reference has written: {error}") from error
+        raise ValueError(f"{path} is not a file that tdp reference has written: {error}") from error
     return {str(key): str(value) for key, value in dict(header).items()}
 
 
@@ -86,7 +86,7 @@ def wrong_reference(config: RunConfig) -> list[Problem]:
     if path is None:
         return []
     if not Path(path).is_file():
-        return [config.problem(key, f"{path} is no file; write it with tdp reference CONFIG -o")]
+        return [config.problem(key, f"{path} is not a file; write it with tdp reference CONFIG -o")]
     try:
         header = header_of(Path(path))
     except ValueError as error:

@@ -41,7 +41,7 @@ def resumed_from(resume: str, own_folder: Path, *, has_copies: bool = False) -> 
     has_copies: nodes keep copies, so ranks may find a complete one on their node.
 
     Raises:
-        CheckpointError: it is no complete checkpoint, or `own_folder` has some and none is
+        CheckpointError: it is not a complete checkpoint, or `own_folder` has some and none is
             complete.
     """
     if resume == "never":
@@ -54,7 +54,8 @@ def resumed_from(resume: str, own_folder: Path, *, has_copies: bool = False) -> 
     path = Path(resume)
     if inside := candidates(path) or candidates(path / own_folder.name):
         raise CheckpointError(
-            f"--resume {resume}: it is no checkpoint, but has some; name one, such as {inside[0]}"
+            f"--resume {resume}: it is not a checkpoint, but has some; name one, such as "
+            f"{inside[0]}"
         )
     if (path / TRAINER_STATE).is_file():  # the ranks make a checkpoint of it, and check that
         return None

@@ -64,7 +64,7 @@ def unknown_modules(config: RunConfig, folder: str) -> list[Problem]:
 
 
 def missing_module(target: str, folders: Sequence[str]) -> str:
-    """Return the part of "pkg.module:name" that is no module under `folders`, or "" if all parts
+    """Return the part of "pkg.module:name" that is not a module under `folders`, or "" if all parts
     exist.
 
     Nothing is imported, so a missing function is not noticed. Modules without a file (built in, or

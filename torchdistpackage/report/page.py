@@ -35,7 +35,8 @@ def write_report(
     now_s: seconds since 1970. peak_flops: FLOP/s of one device; None: from its name.
 
     Raises:
-        ConfigError: a folder is no run folder, plotly is not installed, or `out` cannot be written.
+        ConfigError: a folder is not a run folder, plotly is not installed, or `out` cannot be
+            written.
     """
     runs = [Run(folder) for folder in folders]
     text = html(runs, now_s, peak_flops)

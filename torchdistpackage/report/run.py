@@ -52,7 +52,7 @@ class Run:
     places: where keys were set. notes: what is missing or could not be read.
 
     Raises:
-        ConfigError: it is no run folder: there is no such folder, or nothing of a run in it.
+        ConfigError: it is not a run folder: there is no such folder, or nothing of a run in it.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -211,7 +211,9 @@ def _check_run_folder(files: RunDir) -> None:
     if not any(path.exists() for path in files_of_run):
         inside = sorted(x.parent.name for x in folder.glob(f"*/{RESOLVED}"))[:4]
         hint = f"; did you mean {folder / inside[0]}?" if inside else ""
-        raise ConfigError(f"{folder} has no {METRICS} or {RESOLVED}, so it is no run folder{hint}")
+        raise ConfigError(
+            f"{folder} has no {METRICS} or {RESOLVED}, so it is not a run folder{hint}"
+        )
 
 
 def _rows(run: Run, reader: RowReader, absent: str) -> list[Row]:

@@ -157,7 +157,7 @@ def parse(text: str) -> Schedule:
     head, *lines = text.strip().splitlines() or [""]
     match = _HEAD.fullmatch(head)
     if not match:
-        raise ScheduleError(f"{head!r} is no schedule header; it reads {_HEAD.pattern}")
+        raise ScheduleError(f"{head!r} is not a schedule header; it reads {_HEAD.pattern}")
     programs: list[Program] = []
     for line in lines:
         steps = [

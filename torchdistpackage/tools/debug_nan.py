@@ -27,7 +27,7 @@ def check_tensor_inf_nan(inp: Tensor) -> bool:
     Integers are, and so are tensors without elements or data.
 
     Raises:
-        TypeError: `inp` is no tensor.
+        TypeError: `inp` is not a tensor.
     """
     if not isinstance(inp, Tensor):
         raise TypeError(f"check_tensor_inf_nan got a {type(inp).__name__}; give it a tensor")
@@ -60,7 +60,7 @@ def check_model_params(model: nn.Module) -> bool:
     """Return True if all parameters are finite, and log the name of each one that is not.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is not a module.
     """
     bad = _bad_parameters(as_module(model, "check_model_params"))
     for name in bad:
@@ -207,7 +207,7 @@ def watch_nonfinite(model: nn.Module, on_nonfinite: str = "raise") -> Generator[
     gradient is named by is the one that returned the tensor: the gradient came from its users.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is not a module.
         ValueError: `on_nonfinite` is neither.
         NonFiniteError: in the block; names rank, step, module and tensor.
     """

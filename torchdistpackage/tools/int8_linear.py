@@ -64,7 +64,7 @@ def replace_linear_by_int8(model: nn.Module) -> nn.Module:
     """Replace every nn.Linear by an `Int8Linear`: torch's own quantised matmul, on the CPU.
 
     Raises:
-        TypeError: the model is no module.
+        TypeError: the model is not a module.
         ValueError: a layer is not on the CPU, or has no real weights; nothing is replaced.
     """
     layers = [

@@ -213,7 +213,7 @@ def register_profile_hooks(model: nn.Module, infos: Infos = _NEW) -> Infos:
     register again ends it too.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is not a module.
     """
     remove_profile_hooks(as_module(model, "register_profile_hooks"))
     infos = {} if infos is _NEW else infos
@@ -254,7 +254,7 @@ def get_model_profile(
         reports their shortest times. show: False prints nothing.
 
     Raises:
-        TypeError: `model` is no module, or `args` no tuple.
+        TypeError: `model` is not a module, or `args` is not a tuple.
         ValueError: fewer than one call.
     """
     as_module(model, "get_model_profile")
@@ -333,7 +333,7 @@ sort_mem_time_ratio = report_prof
 
 
 def get_level(name: str) -> int:
-    """Return the depth of a module, 0 for `root`; a number in a name is no level of its own."""
+    """Return the depth of a module, 0 for `root`; a number in a name is not a level of its own."""
     if name == "root":
         return 0
     _, *rest = name.split(".")

@@ -22,7 +22,8 @@ def replace_all_module(
     Returns the model: `model` itself, or what replaces it where the root is picked.
 
     Raises:
-        TypeError: the model is no module, or `get_new_module` returned none; nothing is replaced.
+        TypeError: the model is not a module, or `get_new_module` returned none; nothing is
+            replaced.
     """
     as_module(model, "replace_all_module")
     picked: dict[int, tuple[str, nn.Module]] = {}
@@ -81,7 +82,7 @@ def _places(
 
 
 def _new(name: str, module: nn.Module, make: Makes) -> nn.Module:
-    """Return the new module; refuse anything that is no module."""
+    """Return the new module; refuse anything that is not a module."""
     new = make(name, module)
     if not isinstance(new, nn.Module):
         raise TypeError(

@@ -9,7 +9,7 @@ from torchdistpackage.comm.nested import items_of
 
 
 def as_module(model: object, used_by: str) -> nn.Module:
-    """Return `model`; raise TypeError, which names `used_by`, if it is no module."""
+    """Return `model`; raise TypeError, which names `used_by`, if it is not a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{used_by}: the model is a {type(model).__name__}; pass a torch.nn.Module")
     return model

@@ -71,7 +71,7 @@ class NVTXContext(ContextDecorator):
         the first, or without record_time. One object may be entered again inside itself.
 
     Raises:
-        TypeError: `context_name` is no text.
+        TypeError: `context_name` is not text.
     """
 
     def __init__(self, context_name: str, record_time: bool = False):

@@ -65,8 +65,8 @@ def propose_recompute(
     candidates: names of modules that may be chosen; default: all but the root.
 
     Raises:
-        ConfigError: the limit is no positive number, the profile is empty or not of a forward with
-            gradients, or even the least memory is more than the limit.
+        ConfigError: the limit is not a positive number, the profile is empty or not of a forward
+            with gradients, or even the least memory is more than the limit.
     """
     if not isinstance(profile, Mapping):
         raise ConfigError(

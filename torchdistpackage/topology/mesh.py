@@ -363,7 +363,7 @@ def topology(sizes: Axes, world_size: int, *, expert: int = 1) -> Topology:
     axes = _pairs(sizes)
     if reserved := [name for name, _ in axes if name in ("model", "global", *ALIASES)]:
         raise TopologyError(
-            f"{reserved[0]!r} is no axis: that group follows from the axes; leave it out"
+            f"{reserved[0]!r} is not an axis: that group follows from the axes; leave it out"
             + ", and give expert= for the ranks that share the experts" * (reserved[0] in ALIASES)
         )
     left_open = [name for name, size in axes if size in (None, -1, "auto")]

@@ -41,8 +41,8 @@ class EarlyStop(Callback):
         # a value that was there before, such as a correlation, may be undefined for once
         if self._metric not in values and not best.validated_step:
             raise ConfigError(
-                f"train.early_stop.metric={self._metric} is no value that a validation of this run "
-                f"measures; name one of {', '.join(values)}"
+                f"train.early_stop.metric={self._metric} is not a value that a validation of this "
+                f"run measures; name one of {', '.join(values)}"
             )
         step, value = loop.state.step, values.get(self._metric, math.nan)
         if step <= best.validated_step:

@@ -188,7 +188,7 @@ class EmbeddingLoss(TaskLoss):
         counts = texts[:, 0] >= 0  # rows beyond the data's last sample are none
         first = self._data.rank() * len(vectors)
         positives = (first + torch.arange(len(vectors), device=texts.device)) * (rows - 1)
-        # the same text as an anchor's positive is no negative of it
+        # the same text as an anchor's positive is not a negative of it
         is_compared = (of_candidates >= 0) & (of_candidates != texts[:, 1:2])
         is_compared.scatter_(1, positives.unsqueeze(1), True)
         classes = torch.where(counts, positives, _NONE)

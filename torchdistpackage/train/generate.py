@@ -58,7 +58,7 @@ def generate_batch(
     stages. stops: ids after which a row has ended; what it is given from then on means nothing.
 
     Raises:
-        NonFiniteError: on all ranks, where logits are no numbers.
+        NonFiniteError: on all ranks, where logits are NaN or infinite.
     """
     executor = Executor(
         evaluation(model.plan.schedule, 1),
@@ -93,9 +93,9 @@ def generate_batch(
         if _NO_NUMBER in row_tokens:
             row = row_tokens.index(_NO_NUMBER)
             raise NonFiniteError(
-                f"the logits of token {len(rows[row])} are no numbers; the weights, or sums of "
-                f"this precision, are not finite: use an earlier checkpoint, or a wider "
-                f"precision.dtype"
+                f"the logits of token {len(rows[row])} are NaN or infinite; the weights, or sums "
+                "of this precision, are not finite: use an earlier checkpoint, or a wider "
+                "precision.dtype"
             )
         for row, token in enumerate(row_tokens):
             rows[row].append(token)

@@ -134,7 +134,7 @@ def run_harness(
 
     Raises:
         DataError: on all ranks, where the harness refuses a task or cannot read its data.
-        NonFiniteError: on all ranks, where logits are no numbers.
+        NonFiniteError: on all ranks, where logits are NaN or infinite.
     """
     ranks = HarnessRanks(model, request, timeout_s)
     tpc.groups.set_timeout(max(_TIMEOUT_S, timeout_s))

@@ -6,7 +6,7 @@ can sum the losses of its slice of a sequence. `IGNORE` is at all other position
 by itself and gives logits of each sequence.
 
 Sums over samples travel with the numbers of a step. A validation gathers the outputs of all its
-samples once, and rank 0 computes what is no mean, such as the area under a curve.
+samples once, and rank 0 computes what is not a mean, such as the area under a curve.
 """
 
 from collections.abc import Mapping, Sequence

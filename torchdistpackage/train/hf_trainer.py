@@ -92,7 +92,7 @@ def _trainer_state(path: Path) -> dict[str, Any]:
         state = parse_json(read_regular(path / TRAINER_STATE, _MAX_BYTES).decode())
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} is no checkpoint of transformers' Trainer: {TRAINER_STATE} cannot be read "
+            f"{path} is not a checkpoint of transformers' Trainer: {TRAINER_STATE} cannot be read "
             f"({error}); name a folder such as checkpoint-500"
         ) from error
     if not isinstance(state, dict) or not isinstance(state.get("global_step"), int):

@@ -86,7 +86,8 @@ def launch(path: str, overrides: list[str], resume: str = "auto") -> int:
     recorded.
 
     Raises:
-        ConfigError: it is wrong, for any rank, or `resume` is no folder; nothing has been started.
+        ConfigError: it is wrong, for any rank, or `resume` is not a folder; nothing has been
+            started.
         CheckpointError: what it would resume from is damaged or of another model; the same.
         RankError: a rank failed; names the first culprit.
         LaunchError: this start may not be, or its requeue failed.

@@ -43,7 +43,7 @@ def score_rows(
     are stages. timeout_s: of a message between stages. The model is left in evaluation mode.
 
     Raises:
-        NonFiniteError: on all ranks, where logits are no numbers.
+        NonFiniteError: on all ranks, where logits are NaN or infinite.
     """
     mesh = model.plan.topology.dense
     num_batches = mesh.axis_size("pipe")
@@ -70,8 +70,8 @@ def score_rows(
     primitives.all_reduce(scores, tpc.get_group("global"))
     if scores.isnan().any():
         raise NonFiniteError(
-            "the logits are no numbers; the weights, or sums of this precision, are not finite: "
-            "use an earlier checkpoint, or a wider precision.dtype"
+            "the logits are NaN or infinite; the weights, or sums of this precision, are not "
+            "finite: use an earlier checkpoint, or a wider precision.dtype"
         )
     return [
         RowScore(log_prob, num_likeliest == row.num_scored)

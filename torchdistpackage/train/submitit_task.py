@@ -71,7 +71,7 @@ class TrainingTask:
 
     def checkpoint(self) -> object:
         """Return the task that submitit requeues: the same one, because it resumes by itself."""
-        # only where submitit runs us; it is no dependency of training
+        # only where submitit runs us; it is not a dependency of training
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)

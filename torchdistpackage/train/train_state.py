@@ -283,8 +283,8 @@ def _resume(
     skipped = loaded.facts.get(SKIPPED) or 0
     if not isinstance(skipped, int):
         raise CheckpointError(
-            f"{path}: {SKIPPED} is {str(skipped)[:40]!r}, which is no number; name "
-            "another checkpoint"
+            f"{path}: {SKIPPED} is {str(skipped)[:40]!r}, which is not a number; name another "
+            "checkpoint"
         )
     return TrainState(
         loaded.step,
@@ -306,7 +306,7 @@ def _best(facts: Mapping[str, Fact], path: Path) -> BestSoFar | None:
     if len(counts) < len(values) or (value is not None and number is None):
         raise CheckpointError(
             f"{path}: {', '.join(_BEST.values())} are {[metric, value, *values.values()]}, which "
-            f"are no name and numbers"
+            "are not a name and numbers"
         )
     return BestSoFar(str(metric), number, **counts)
 

@@ -90,7 +90,7 @@ def shared(plan: Config | None, module: str) -> tuple[str, ...] | None:
 
 
 def test_layers_are_named_in_a_tuple():
-    with pytest.raises(LayoutError, match="'q' for 'x' is no tuple of names of layers"):
+    with pytest.raises(LayoutError, match="'q' for 'x' is not a tuple of names of layers"):
         Config({}, {}, {}, {}, entrances={"attention$": {"x": "q"}})
 
 

@@ -68,7 +68,7 @@ def test_what_is_no_module_is_refused(what):
 
 @pytest.mark.parametrize("devices", ["cpu", 2, torch.device("cpu")])
 def test_devices_are_a_list(devices):
-    with pytest.raises(LayoutError, match="is no list of devices; pass one for each shard"):
+    with pytest.raises(LayoutError, match="is not a list of devices; pass one for each shard"):
         tensor_parallel(mlp(), devices)
 
 
@@ -99,7 +99,7 @@ def test_a_plan_for_another_number_of_shards_is_refused():
     text = r"than 2: 0.*dim=0\) cuts for 4; 2.* cuts for 3; 2\\.bias.* cuts for 3; make"
     with pytest.raises(LayoutError, match=text):
         tensor_parallel(mlp(), TWO, plan)
-    with pytest.raises(LayoutError, match="number of shards than 3"):
+    with pytest.raises(LayoutError, match="number of shards, 3"):
         make_shard(mlp(), "cpu", Config({"0": Split(2, 0)}, {}, {}, {}), rank=0, world_size=3)
 
 
@@ -107,7 +107,7 @@ def test_patterns_and_actions_that_are_none_are_refused_at_once():
     with pytest.raises(LayoutError) as caught:
         Config({"(": FirstOnly()}, {"i)": {0: "copy"}}, {"o": "sum"}, {"a": {"n": 1}, "[": {}})
     text = str(caught.value)
-    for part in ("'('", "'i)'", "o: 'sum' is no dict", "'['", "a: 1 for 'n' is no function"):
+    for part in ("'('", "'i)'", "o: 'sum' is not a dict", "'['", "a: 1 for 'n' is not a function"):
         assert part in text
 
 

@@ -30,7 +30,7 @@ def mixed() -> None:
             F.place(wrong)
     with pytest.raises(PlacementError, match="rank 1 has no device cuda:3; it has cpu"):
         F.place(1, "cuda:3")
-    with pytest.raises(PlacementError, match="'foo' is no device"):
+    with pytest.raises(PlacementError, match="'foo' is not a device"):
         F.place(1, "foo")
     with pytest.raises(PlacementError, match="does not fit into the 2 ranks"):
         F.allocate_device(3)
@@ -158,7 +158,7 @@ def test_bad_lists_of_devices():
     from torchdistpackage.compat.placed.place import devices_by_rank
 
     for wrong in (None, "nowhere"):
-        with pytest.raises(PlacementError, match=f"{wrong!r} is no device"):
+        with pytest.raises(PlacementError, match=f"{wrong!r} is not a device"):
             devices_by_rank([wrong], 1)
     for wrong in ("cpu", [], None, 3):
         with pytest.raises(PlacementError, match="devices must be a list"):

@@ -279,7 +279,7 @@ def refusals() -> None:
             state["extra"] = torch.zeros(())
     with pytest.raises(CheckpointError, match="different state for last"):
         optimizer.state_dict()
-    with pytest.raises(CommError, match="to=2 is no index in a group of 2"):
+    with pytest.raises(CommError, match="to=2 is not an index in a group of 2"):
         sharded("AdamW", Model()).state_dict(to=2)
     primitives.barrier()
 

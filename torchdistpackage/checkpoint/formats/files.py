@@ -110,7 +110,7 @@ def read_suffixed(path: Path, split_dims: Mapping[str, int] | None = None) -> Te
     if match is None:
         raise CheckpointError(
             f"{path.name} does not end with a suffix of get_mp_ckpt_suffix, such as "
-            "_tp_1_pp_0.pth; name one of the files that it named"
+            "_tp_1_pp_0.pth; name a file that has one"
         )
     files: dict[tuple[int, int], Path] = {}
     for file in path.parent.glob("*.pth"):
@@ -129,7 +129,9 @@ def read_suffixed(path: Path, split_dims: Mapping[str, int] | None = None) -> Te
         shards = [dict(_flattened(_load(files[pipe, t]))) for t in range(num_tensor)]
         for name, first in shards[0].items():
             if name in joined:
-                raise CheckpointError(f"{name} is in two stages; give them names of their own")
+                raise CheckpointError(
+                    f"{name} is in two stages; give it a different name in each stage"
+                )
             parts = [shard[name] for shard in shards if name in shard]
             equal = all(torch.equal(first, part) for part in parts[1:])
             joined[name] = (parts[:1], None) if equal else (parts, _dim(name, split_dims))

@@ -23,7 +23,7 @@ def write_checkpoint(source: TensorSource, folder: Path) -> Path:
     """
     if (folder / folder_name(source.step)).exists():
         raise CheckpointError(
-            f"{folder / folder_name(source.step)} is there; choose another folder or --step"
+            f"{folder / folder_name(source.step)} exists already; choose another folder or --step"
         )
     if not source.tensors:
         raise CheckpointError("there is no tensor to import; correct the names in the mapping file")

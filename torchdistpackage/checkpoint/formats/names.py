@@ -49,17 +49,20 @@ def read_names(path: Path) -> tuple[NameRule, ...]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise CheckpointError(f"{path}: cannot be read as YAML: {error}") from error
     if not isinstance(lines, Mapping):
-        raise CheckpointError(f"{path}: got {str(lines)[:40]!r}; write lines `ours: theirs`")
+        raise CheckpointError(
+            f"{path}: got {str(lines)[:40]!r}; write one line `our name: their name` for each "
+            "tensor"
+        )
     rules = list[NameRule]()
     for ours, theirs in lines.items():
         if not isinstance(ours, str) or not isinstance(theirs, str):
             raise CheckpointError(
-                f"{path}: {ours}: got {str(theirs)[:40]!r}; write a name of theirs"
+                f"{path}: {ours}: got {str(theirs)[:40]!r}; write the name of one of their tensors"
             )
         if ours.count("*") != theirs.count("*"):
             raise CheckpointError(
-                f"{path}: {ours} has {ours.count('*')} `*`, {theirs} {theirs.count('*')}; each "
-                f"stands for the same on both sides"
+                f"{path}: {ours} has {ours.count('*')} `*`, {theirs} {theirs.count('*')}; write as "
+                "many on both sides"
             )
         rules.append(NameRule(ours, theirs))
     return tuple(rules)

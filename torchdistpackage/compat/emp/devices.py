@@ -115,7 +115,7 @@ def to_rank_fn(input: Tensor, src_rank: int, tgt_rank: int, tag: int = 0) -> Ten
     All ranks call it. The backward sends the gradient back, for dtypes that have one.
 
     Raises:
-        PlacementError: on all ranks: `src_rank` or `tgt_rank` is no rank of the world.
+        PlacementError: on all ranks: `src_rank` or `tgt_rank` is not a rank of the world.
     """
     for rank in (src_rank, tgt_rank):
         check_rank("to_rank_fn", rank)
@@ -155,7 +155,7 @@ def send_tensor(tensor: Tensor, dst: int, tag: int = 0, debug: bool = False) -> 
     """Send `tensor` to rank `dst`, which calls `receive_tensor` with the same tag, and wait.
 
     Raises:
-        PlacementError: it is no dense tensor with memory, or `dst` is no other rank.
+        PlacementError: it is not a dense tensor with memory, or `dst` is not another rank.
     """
     _check_peer("send_tensor", dst)
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
@@ -177,7 +177,7 @@ def receive_tensor(src: int, tag: int = 0, debug: bool = False) -> Tensor:
     """Receive the tensor that rank `src` sends with this tag.
 
     Raises:
-        PlacementError: `src` is no other rank.
+        PlacementError: `src` is not another rank.
     """
     _check_peer("receive_tensor", src)
     channel = _channel(tag)
@@ -194,7 +194,7 @@ def check_rank(used_by: str, rank: object) -> None:
     size = world().size() if is_joined() else 1
     if not isinstance(rank, int) or not 0 <= rank < size:
         raise PlacementError(
-            f"{used_by}: rank {rank!r} is none of the {size} ranks; use 0 to {size - 1}"
+            f"{used_by}: rank {rank!r} is not one of the {size} ranks; use 0 to {size - 1}"
         )
 
 

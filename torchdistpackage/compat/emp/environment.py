@@ -122,16 +122,16 @@ def _parsed(text: str, expected_type: Any) -> Any:
                     return _parsed(text, member)
                 except (ValueError, TypeError, SyntaxError):
                     continue
-        raise ValueError("none of its types takes it")
+        raise ValueError("it fits none of its types")
     if origin is typing.Literal:
         for member in typing.get_args(expected_type):
             if text == str(member):
                 return member
-        raise ValueError(f"one of {typing.get_args(expected_type)} is needed")
+        raise ValueError(f"it must be one of {typing.get_args(expected_type)}")
     kind = origin or expected_type
     if kind is bool:
         if text not in ("True", "False"):
-            raise ValueError("True or False is needed")
+            raise ValueError("it must be True or False")
         return text == "True"
     if kind in (list, tuple, dict, set):
         value = ast.literal_eval(text)
@@ -145,7 +145,7 @@ def default_level() -> str | int:
     """Return the level of EMP_LOG_LEVEL, or INFO.
 
     Raises:
-        ConfigError: it is no level.
+        ConfigError: it is not a level.
     """
     level = os.environ.get("EMP_LOG_LEVEL") or "INFO"
     if level.isdecimal():
@@ -187,7 +187,7 @@ def setup_logging(
     name without `{rank}` gets it at its end. file_levels: one for each file. show_locals: ignored.
 
     Raises:
-        ConfigError: a level for each file is missing, or EMP_LOG_LEVEL is no level.
+        ConfigError: a level for each file is missing, or EMP_LOG_LEVEL is not a level.
     """
     names = ["{date:%Y%m%d-%H%M%S}-{name}-{levelname}-rank{rank}.log"]
     names = names if output_files is None else list(output_files)

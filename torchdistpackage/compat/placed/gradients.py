@@ -45,8 +45,8 @@ class GradTarget:
 class _CutEdge(torch.autograd.Function):
     """Cuts the tensor in `box` from its graph; the backward leaves its gradient in `slot`.
 
-    The output is no leaf, so an operation may write to it, as an in-place ReLU does. `anchor` makes
-    it require a gradient.
+    The output is not a leaf, so an operation may write to it, as an in-place ReLU does. `anchor`
+    makes it require a gradient.
     """
 
     @staticmethod

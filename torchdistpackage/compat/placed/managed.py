@@ -127,7 +127,7 @@ class ManagedTensor(TensorMethods):
         gradient: a tensor of its shape, or a managed one; None if it has a single element.
 
         Raises:
-            PlacementError: it is a leaf or has several parts, or the gradient is no tensor.
+            PlacementError: it is a leaf or has several parts, or the gradient is not a tensor.
             RuntimeError: on its place, as torch does: it requires no gradient, has several
                 elements, or its graph was freed.
         """
@@ -159,8 +159,8 @@ class ManagedTensor(TensorMethods):
 
     def __bool__(self) -> bool:
         raise PlacementError(
-            "whether a managed tensor is true is known on its place alone; `if x.item():` gives "
-            "the value to all ranks"
+            "only the place of a managed tensor knows whether it is true; write `if x.item():`, "
+            "which gives the value to all ranks"
         )
 
     # -- parts ---------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def _same(x: Any) -> Any:
 class ManagedOperation:
     """A function that runs on one place; its arguments are moved there.
 
-    Arguments may nest in lists, tuples, dicts and dataclasses; values that are no tensors are
+    Arguments may nest in lists, tuples, dicts and dataclasses; values that are not tensors are
     passed as they are.
     """
 

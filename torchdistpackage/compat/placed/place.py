@@ -47,7 +47,7 @@ def problem_of(device: str | torch.device, *, is_here: bool = True) -> str:
     try:
         parsed = torch.device(device)
     except (RuntimeError, TypeError):
-        return f"{device!r} is no device; write 'cpu', 'cuda:0', ..."
+        return f"{device!r} is not a device; write 'cpu', 'cuda:0', ..."
     if parsed.type not in ("cpu", "cuda"):
         return f"{device!r}: only 'cpu' and 'cuda' devices are known here"
     if is_here and parsed.type == "cuda":
@@ -63,7 +63,7 @@ def devices_by_rank(devices: Devices, num_ranks: int) -> list[list[torch.device]
     A flat list with k times as many devices as ranks gives each rank k of them, in order.
 
     Raises:
-        PlacementError: the ranks cannot share them, or some are no devices; it names all of these.
+        PlacementError: the ranks cannot share them, or some are not devices; it names all of these.
     """
     listed = isinstance(devices, Sequence) and not isinstance(devices, str)
     if not listed or not devices:

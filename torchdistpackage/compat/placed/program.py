@@ -186,9 +186,9 @@ class Program:
             for x, version in sent_early.pop(i, ()):
                 if x._version != version:
                     raise PlacementError(
-                        f"{task} reads a tensor that an operation before it has changed in place; "
-                        f"it had left for another rank before that: call the latter outside of "
-                        f"F.ahead()"
+                        f"{task} reads a tensor that an earlier operation changed in place after "
+                        "it had been sent to another rank; call that operation outside of "
+                        "F.ahead()"
                     )
             with torch.set_grad_enabled(task.grads):
                 self._run(task, sends=num_sent <= i)

@@ -175,7 +175,7 @@ def propose(
     """
     if not isinstance(model, Module):
         raise PlacementError(
-            f"propose: the model is a {type(model).__name__}, no module; pass a torch.nn.Module"
+            f"propose: the model is a {type(model).__name__}, not a module; pass a torch.nn.Module"
         )
     single = isinstance(memory_gb, int | float)
     memory = [memory_gb] * (2 if num_places is None else num_places) if single else list(memory_gb)

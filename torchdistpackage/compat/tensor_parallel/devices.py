@@ -21,11 +21,11 @@ def check_device_ids(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.dev
     """Return the devices to use: by default all GPUs, and none on a host without GPUs.
 
     Raises:
-        LayoutError: it is no list of devices.
+        LayoutError: it is not a list of devices.
     """
     if isinstance(device_ids, (str, int, torch.device)):
         raise LayoutError(
-            f"device_ids={device_ids!r} is no list of devices; pass one for each shard, such as "
+            f"device_ids={device_ids!r} is not a list of devices; pass one for each shard, such as "
             f'["cuda:0", "cuda:1"] or ["cpu"] * 2'
         )
     if device_ids is None:

@@ -83,7 +83,7 @@ def split_heads(
     """Return the heads of `rank` along `dim`; none is an empty tensor of the same dtype and device.
 
     Raises:
-        LayoutError: the dim is no multiple of head_dim.
+        LayoutError: the dim is not a multiple of head_dim.
     """
     cut: Any = SplitInChunks(world_size, dim, head_dim, optional)
     return cut(tensor, rank)

@@ -17,7 +17,7 @@ def places_of(shard: nn.Module, names: Collection[str]) -> dict[str, list[Place]
     """Return where each parameter is held, under all its names.
 
     Raises:
-        LayoutError: a name is none of a parameter.
+        LayoutError: a name is not that of a parameter.
     """
     parameters = dict(shard.named_parameters(remove_duplicate=False))
     if missing := [name for name in names if name not in parameters]:

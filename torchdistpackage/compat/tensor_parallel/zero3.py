@@ -28,7 +28,7 @@ class ShardingManager(nn.Module):
 
     Raises:
         RuntimeError: parameters are on the meta device, without numbers to cut.
-        LayoutError: a name is none of a parameter.
+        LayoutError: a name is not that of a parameter.
     """
 
     def __init__(

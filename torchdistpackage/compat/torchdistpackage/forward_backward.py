@@ -71,7 +71,7 @@ def forward_backward(
 
     Returns the mean loss over the batch on the rank of the last stage, None elsewhere; for
     (sum, count) the mean over all replicas. With a `bwd_fn` of the last stage, or `forward_only`,
-    outputs that are no loss are joined along dim 0, and scalars in them averaged over samples.
+    outputs that are not a loss are joined along dim 0, and scalars in them averaged over samples.
 
     Raises:
         CommError: on every rank: there is no such schedule or it has no backwards, functions and

@@ -129,7 +129,7 @@ def shard_init_helper_(init_method: Callable[..., object], tensor: Tensor, **kwa
     gets the same values on all ranks of the group. Without a mark `init_method` fills it alone.
 
     Raises:
-        ValueError: `tensor` is no tensor, or `init_method` cannot be called.
+        ValueError: `tensor` is not a tensor, or `init_method` cannot be called.
     """
     check_tensors("shard_init_helper_", tensor=tensor)
     if not callable(init_method):

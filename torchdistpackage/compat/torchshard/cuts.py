@@ -52,7 +52,7 @@ def check_tensors(caller: str, **values: object) -> None:
     """Check that all values are tensors.
 
     Raises:
-        ValueError: some are no tensors; it names all of them.
+        ValueError: some are not tensors; it names all of them.
     """
     wrong = [
         f"a tensor{f' as {name}' if len(values) > 1 else ''}, not {type(value).__name__}"
@@ -154,7 +154,8 @@ def slice(
 
     Raises:
         AssertionError: num_partitions does not divide it.
-        ValueError: `tensor` is no tensor or has no such dim, or num_partitions is no whole number.
+        ValueError: `tensor` is not a tensor or has no such dim, or num_partitions is not a whole
+            number.
     """
     check_tensors("slice", tensor=tensor)
     if type(num_partitions) is not int or num_partitions < 0:

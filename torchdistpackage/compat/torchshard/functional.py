@@ -28,7 +28,7 @@ def check_dim(dim: ParallelDim) -> None:
     """Check the argument `dim`.
 
     Raises:
-        ValueError: it is none of None, 0, 1, -1.
+        ValueError: it is not one of None, 0, 1, -1.
     """
     if dim is not None and (type(dim) is not int or dim not in (0, *LAST)):
         raise ValueError(
@@ -74,7 +74,7 @@ def parallel_linear(
     out_features: Dout, if it is not n times this rank's.
 
     Raises:
-        ValueError: dim is none of None, 0, 1, -1, or an operand is no tensor.
+        ValueError: dim is not one of None, 0, 1, -1, or an operand is not a tensor.
         LayoutError: x is split where it must be whole, or has another length.
     """
     check_dim(dim)
@@ -148,7 +148,7 @@ def parallel_embedding(
     By default they are n times this rank's.
 
     Raises:
-        ValueError: dim is none of None, 0, 1, -1, or ids and table are no tensors.
+        ValueError: dim is not one of None, 0, 1, -1, or ids and table are not tensors.
         DataError: an id is outside the vocabulary.
     """
     check_dim(dim)
@@ -198,7 +198,7 @@ def parallel_cross_entropy(
         LayoutError: the split dim is neither dim 1 nor the last one, shapes do not fit, or logits
             that are not split fit target in both orders.
         DataError: a target is outside 0..C-1.
-        ValueError: an operand is no tensor.
+        ValueError: an operand is not a tensor.
     """
     class_weights = {} if weight is None else {"weight": weight}
     check_tensors("parallel_cross_entropy", input=input, target=target, **class_weights)

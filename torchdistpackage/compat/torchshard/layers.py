@@ -36,7 +36,7 @@ class ParallelLinear(ParallelLayer):
     sizes over all ranks.
 
     Raises:
-        ValueError: dim is none of None, 0, 1, -1.
+        ValueError: dim is not one of None, 0, 1, -1.
         LaunchError: dim is given, and there are no groups yet.
     """
 
@@ -129,7 +129,7 @@ class ParallelLinear(ParallelLayer):
         torch's DistributedDataParallel.
 
         Raises:
-            ValueError: dim is none of None, 0, 1, -1.
+            ValueError: dim is not one of None, 0, 1, -1.
             LayoutError: a weight is tied to a layer that cannot be split the same way.
         """
         return _convert(module, dim, nn.Linear)
@@ -148,7 +148,7 @@ class ParallelEmbedding(ParallelLayer):
     dim 0: weight (V/n, D); dim 1 or -1: weight (V, D/n).
 
     Raises:
-        ValueError: dim is none of None, 0, 1, -1, or padding_idx is outside the vocabulary.
+        ValueError: dim is not one of None, 0, 1, -1, or padding_idx is outside the vocabulary.
         LaunchError: dim is given, and there are no groups yet.
     """
 
@@ -284,7 +284,7 @@ def _convert(module: nn.Module, dim: ParallelDim, kind: Plain) -> nn.Module:
     """Split all layers of `kind` along `dim`, and layers of the other kind that are tied to one.
 
     Raises:
-        ValueError: dim is none of None, 0, 1, -1.
+        ValueError: dim is not one of None, 0, 1, -1.
         LayoutError: a weight is tied to a layer that cannot be split the same way, or no layer is
             left to split and some are split along another dim.
     """

@@ -264,8 +264,8 @@ def set_attribute(tensor: Tensor, value: object = None, order_type: int = 0) -> 
     """Mark `tensor` itself as split along `value`; None: it is not split.
 
     Raises:
-        ValueError: `tensor` is no tensor, `value` no dim of it (of a parameter: none of 1, -1, 0),
-            nor None or "None", or `order_type` is neither 0 nor 1. Then nothing is marked.
+        ValueError: `tensor` is not a tensor, `value` no dim of it (of a parameter: none of 1, -1,
+            0), nor None or "None", or `order_type` is neither 0 nor 1. Then nothing is marked.
     """
     _check_mark(tensor, value, order_type)
     if isinstance(tensor, nn.Parameter):

@@ -27,7 +27,7 @@ def collect_state_dict(
     model, state_dict: each of the wrapped or the plain model. prefix: put before every name.
 
     Raises:
-        ValueError: `model` is no module, or `state_dict` no mapping.
+        ValueError: `model` is not a module, or `state_dict` is not a mapping.
         LayoutError: split entries have other shapes; it names all of them.
     """
     split = _split_parameters(model)
@@ -50,7 +50,7 @@ def relocate_state_dict(
     """Return this rank's slices of a collected state dict, to load; `prefix` is removed from names.
 
     Raises:
-        ValueError: `model` is no module, or `state_dict` no mapping.
+        ValueError: `model` is not a module, or `state_dict` is not a mapping.
         LayoutError: split entries have other shapes; it names all of them.
     """
     split = _split_parameters(model)
@@ -73,7 +73,7 @@ def register_ddp_parameters_to_ignore(module: nn.Module) -> list[str]:
     Call it before wrapping: each rank has another slice, which must not be averaged.
 
     Raises:
-        ValueError: `module` is no module.
+        ValueError: `module` is not a module.
     """
     check_module(module)
     names = [
@@ -92,7 +92,7 @@ def check_module(module: object) -> None:
         ValueError: it is none.
     """
     if not isinstance(module, nn.Module):
-        raise ValueError(f"a {type(module).__name__} is no torch.nn.Module; pass a module")
+        raise ValueError(f"a {type(module).__name__} is not a torch.nn.Module; pass a module")
 
 
 def _split_parameters(model: nn.Module) -> dict[str, tuple[int, Tensor]]:
@@ -121,8 +121,8 @@ def _check(
     """Check the entries of split parameters in a state dict.
 
     Raises:
-        ValueError: `state_dict` is no mapping.
-        LayoutError: entries are no tensors of the expected shape; it names all of them.
+        ValueError: `state_dict` is not a mapping.
+        LayoutError: entries are not tensors of the expected shape; it names all of them.
     """
     if not isinstance(state_dict, Mapping):
         raise ValueError(f"{caller} takes a state dict, not {type(state_dict).__name__}")

@@ -47,7 +47,7 @@ class ChatTemplate:
     which keys no template used, see `row_notes`.
 
     Raises:
-        DataError: the folder has none, or `default` is no Jinja template.
+        DataError: the folder has none, or `default` is not a Jinja template.
     """
 
     def __init__(self, folder: Path, today: date, tally: Tally | None = None):
@@ -72,7 +72,7 @@ class ChatTemplate:
             except self._errors as error:
                 text = "" if name == DEFAULT else f" {name}"
                 raise DataError(
-                    f"the chat template{text} of {self._folder} is no Jinja template: {error}; "
+                    f"the chat template{text} of {self._folder} is not a Jinja template: {error}; "
                     "correct it, or use the tokenizer of another folder"
                 ) from error
         return self._renders[name]
@@ -107,7 +107,7 @@ class ChatTemplate:
         before it are a prompt.
 
         Raises:
-            DataError: the value is no chat, no message of it would be learned, the template
+            DataError: the value is not a chat, no message of it would be learned, the template
                 refuses it, or the assistant's text cannot be told from the rest.
         """
         messages = _messages(value, where)
@@ -280,8 +280,8 @@ def _options(value: dict[str, Any], where: str) -> dict[str, Any]:
     options = {key: x for key, x in cast(dict[str, Any], field or {}).items() if x is not None}
     if wrong := [key for key in options if key in _NOT_OPTIONS]:
         raise DataError(
-            f"{where}: {TEMPLATE_OPTIONS} has {wrong[0]}, which is no variable of a template "
-            f"that a row may set; remove it"
+            f"{where}: {TEMPLATE_OPTIONS} has {wrong[0]}, which is not a variable of a template "
+            "that a row may set; remove it"
         )
     return options
 

@@ -60,7 +60,7 @@ def message_list(value: Any, where: str) -> Any:
     """Return the messages of a list or of its JSON text, each with role and content as text.
 
     Raises:
-        DataError: a part of a content is no text, or a text within is not valid JSON.
+        DataError: a part of a content is not text, or a text within is not valid JSON.
     """
     messages = _json_list(value, where)
     if not isinstance(messages, list):
@@ -80,7 +80,7 @@ def alpaca_texts(value: dict[str, Any], where: str) -> tuple[str, Any]:
     """Return the prompt of stanford_alpaca, and the output as it is; the caller checks it.
 
     Raises:
-        DataError: the row has a field that such a prompt has no room for, or that is no text.
+        DataError: the row has a field that such a prompt has no room for, or that is not text.
     """
     instruction = _text(value, INSTRUCTION, where)
     further = _text(value, INPUT, where)

@@ -75,7 +75,7 @@ class TurnFinder:
         return Turns(spans, rewritten)
 
     def _behind_own_header(self, i: int, begin: int) -> int:
-        """Return where turn `i` begins, behind a header that is no generation prompt.
+        """Return where turn `i` begins, behind a header that is not a generation prompt.
 
         After a tool's reply the model goes on with its turn, so some templates write no generation
         prompt there, yet begin the message with a header.

@@ -1,8 +1,8 @@
 """The documents of text files, JSON lines and parquet files, one after another. No torch.
 
 A file is read in pieces of complete lines or row groups, so that several processes can share it.
-Where a line or row is no document, its error comes in its place, so that a reader can name several
-errors at once.
+Where a line or row is not a document, its error comes in its place, so that a reader can name
+several errors at once.
 """
 
 import os
@@ -210,8 +210,8 @@ class Piece(NamedTuple):
 
 
 Documents = Iterator[Document | AnswerPair | TextGroup | DataError | None]
-"""The documents of a piece. A line or row that is no JSON object or no document comes as its error,
-and an empty line as None."""
+"""The documents of a piece. A line or row that is not a JSON object or not a document comes as its
+error, and an empty line as None."""
 
 
 class FileReader(Protocol):
@@ -581,7 +581,7 @@ def text_document(value: dict[str, Any], where: str, *, field: str) -> Document:
     """Return the document of one line or row.
 
     Raises:
-        DataError: a field is missing, is no text or is empty.
+        DataError: a field is missing, is not text or is empty.
     """
     if field == PAIRS and is_alpaca(value) and value.get("prompt") is None:
         prompt, answer = alpaca_texts(value, where)

@@ -129,8 +129,8 @@ class LabelReader:
             len(names) > _SHOWN
         )
         raise DataError(
-            f"{where}: {self._source.label_field} is {label!r}, which is none of the {len(names)} "
-            f"classes ({shown}); correct it, or name it in data.labels"
+            f"{where}: {self._source.label_field} is {label!r}, which is not one of the "
+            f"{len(names)} classes ({shown}); correct it, or name it in data.labels"
         )
 
 

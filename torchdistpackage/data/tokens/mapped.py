@@ -14,7 +14,7 @@ from torchdistpackage.errors import DataError
 class MappedTensors:
     """The identity and size of a file when it was mapped.
 
-    The map keeps the old file where another one was moved to its name, so that is no error.
+    The map keeps the old file where another one was moved to its name, so that is not an error.
     """
 
     path: Path

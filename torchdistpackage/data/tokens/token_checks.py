@@ -35,7 +35,7 @@ def checked_meta(folder: Path) -> dict[str, Any]:
 
     Raises:
         ValueError, KeyError: a file is not as it was written.
-        OSError: one cannot be read, or is no regular file.
+        OSError: one cannot be read, or is not a regular file.
     """
     meta = parse_json(read_regular(folder / META, _MOST_META).decode())
     if not isinstance(meta, dict) or meta.pop("checksum", None) != _of_meta(meta):

@@ -87,7 +87,7 @@ def load_tokenizer(path: Path) -> tuple[Any, int | None]:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8-sig"))
     except Exception as error:  # the library raises plain Exceptions
         raise DataError(
-            f"{file} is no tokenizer of the tokenizers library: {error}; name a folder with a "
+            f"{file} is not a tokenizer of the tokenizers library: {error}; name a folder with a "
             "tokenizer.json that it reads"
         ) from error
     tokenizer.no_padding()

@@ -201,7 +201,7 @@ def batched_gather(
     """
     if to is not None and not 0 <= to < group.size():
         raise CommError(
-            f"to={to} is no index in a group of {group.size()} ranks; use an index from 0 to "
+            f"to={to} is not an index in a group of {group.size()} ranks; use an index from 0 to "
             f"{group.size() - 1}"
         )
     for batch in _batches(items):

@@ -89,7 +89,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
             factor = int(step) if step.isdecimal() else 0
             if factor < 2:
                 raise ConfigError(
-                    f"sizes {part!r}: {rest[1]!r} is no step; write x2, x4 or another factor"
+                    f"sizes {part!r}: {rest[1]!r} is not a step; write x2, x4 or another factor"
                 )
         if len(rest) > 2 or high < low:
             raise ConfigError(
@@ -126,7 +126,9 @@ def whole_elements(size_bytes: int, dtype: str, num_parts: int) -> int:
 def _size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None or match[2].lower() not in _UNITS:
-        raise ConfigError(f"{text!r} is no size; write a number and B, KiB, MiB or GiB, e.g. 4MiB")
+        raise ConfigError(
+            f"{text!r} is not a size; write a number and B, KiB, MiB or GiB, e.g. 4MiB"
+        )
     size_bytes = float(match[1]) * _UNITS[match[2].lower()]
     if size_bytes < 1 or size_bytes != int(size_bytes):
         raise ConfigError(

@@ -341,7 +341,7 @@ def _stat(pid: int) -> tuple[str, int, str]:
 
 def _space() -> str:
     try:
-        return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - the text, which is no path
+        return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - the text, which is not a path
     except OSError:
         return ""
 

@@ -237,7 +237,7 @@ def lint(
     It holds for what this step did with its data, not for branches that it did not take.
 
     Raises:
-        TopologyError: the axes are no layout.
+        TopologyError: the axes are not a layout.
         CommError: another lint is running in this process.
     """
     layout = _topology(axes)

@@ -130,7 +130,7 @@ def named_in(path: Path, start: str) -> tuple[str, ...]:
 def read(path: Path) -> list[NodeIncident]:
     """Return all evidence, including expired evidence.
 
-    Invalid lines, and a path that is no file, are skipped with a warning.
+    Invalid lines, and a path that is not a file, are skipped with a warning.
     """
     try:
         evidence, bad = read_json_lines(path, _parse)

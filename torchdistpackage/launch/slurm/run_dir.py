@@ -55,7 +55,7 @@ def read_records(path: Path) -> tuple[Submission, ...]:
     """Return all submissions in order.
 
     Raises:
-        LaunchError: it is no file that can be read.
+        LaunchError: it is not a file that can be read.
     """
 
     def parse(values: Any) -> Submission:  # of a later version too, which may have more fields
@@ -98,7 +98,7 @@ def read_starts(path: Path) -> list[Start]:
     """Return all starts in order.
 
     Raises:
-        LaunchError: it is no file that can be read.
+        LaunchError: it is not a file that can be read.
     """
     starts, _ = read_json_lines(path, lambda values: Start(**values))
     return list({start.start: start for start in starts}.values())  # the last line of one holds

@@ -351,8 +351,8 @@ def follow(
     """Write the contents of `paths()` and everything added to them until the run's latest job is
     over.
 
-    A requeue is no end, and neither is a job that depends on this one. While the controller does
-    not answer, reading continues.
+    A requeue is not an end, and neither is a job that depends on this one. While the controller
+    does not answer, reading continues.
 
     tail: text that it has already read is not written again.
     """
@@ -394,7 +394,7 @@ def run_starts(
     recorded none.
 
     Raises:
-        LaunchError: job/starts.jsonl is no file that can be read.
+        LaunchError: job/starts.jsonl is not a file that can be read.
     """
     attempts = {x.start.start: x for x in attempt_results(SubmittedRun(files.run, ()))}
     begun = [event for event in events if event.kind == START]

@@ -93,7 +93,7 @@ def read_switches(source: str, runner: Runner = run_command) -> SwitchTree:
     try:
         text = Path(source).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text of UTF-8"
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(
             f"--topology {source} cannot be read: {why}; give a topology.conf, what scontrol show "
             f"topology printed, or the word {FROM_SLURM} to ask scontrol here"
@@ -173,8 +173,8 @@ def _read_line(parsed: _Read, line: str, words: Mapping[str, str]) -> None:
         sizes = words["blocksizes"].split(",")
         if not all(x.isdecimal() and int(x) for x in sizes):
             raise ConfigError(
-                f"{line}: BlockSizes={words['blocksizes']} are no numbers of nodes; write such as "
-                f"18,36"
+                f"{line}: BlockSizes={words['blocksizes']} are not numbers of nodes; write such as "
+                "18,36"
             )
         parsed.sizes = tuple(sorted(map(int, sizes)))
 

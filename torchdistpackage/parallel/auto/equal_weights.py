@@ -13,7 +13,7 @@ from torchdistpackage.parallel.auto.reporting import LOG
 def equalise(module: nn.Module, group: Group) -> None:
     """Set the parameters and buffers of all ranks to those of the group's first, if they differ.
 
-    Differently seeded ranks draw different weights, and slices of different weights are no model.
+    Differently seeded ranks draw different weights, and slices of different weights make no model.
 
     Raises:
         LayoutError: the ranks' modules are not built alike.

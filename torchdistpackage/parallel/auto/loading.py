@@ -47,7 +47,7 @@ def load_tensor_parallel(model: nn.Module, files: AnyPath | Sequence[AnyPath]) -
     loaded: set[str] = set()
     for path in paths:
         with safe_open(path, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118, it is no mapping
+            for name in opened.keys():  # noqa: SIM118, it is not a mapping
                 if (entry := entries[name]).first not in loaded:
                     loaded.add(entry.first)
                     load_entry(shards, entry, opened.get_tensor(name))

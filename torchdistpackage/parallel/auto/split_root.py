@@ -71,7 +71,7 @@ class SplitRoot(nn.Module):
 
 
 def check_is_unsplit(module: object) -> None:
-    """Raise LayoutError if `module` is no module or has a split submodule."""
+    """Raise LayoutError if `module` is not a module or has a split submodule."""
     if not isinstance(module, nn.Module):
         raise LayoutError(f"a {type(module).__name__} was given; pass a torch.nn.Module")
     for name, part in module.named_modules():

@@ -55,8 +55,8 @@ def check_a2a_size(size: int, a2a_size: int) -> None:
     if a2a_size < 1 or size % a2a_size:
         divisors = [n for n in range(1, size + 1) if size % n == 0]
         raise LayoutError(
-            f"a2a_size={a2a_size} ranks exchange heads, but {size} context ranks are no multiple "
-            f"of that; use {either(divisors)}"
+            f"a2a_size={a2a_size} ranks exchange heads, but {size} context ranks are not a "
+            f"multiple of that; use {either(divisors)}"
         )
 
 

@@ -51,7 +51,7 @@ class ContextSequence:
         order = SequenceOrder(num * size, size, self.order_name)
         if set(order.lengths) != {num} or (num * size) % order.num_chunks:
             raise LayoutError(
-                f"{num} tokens on each of {size} context ranks are no equal chunks; use sequences "
+                f"{num} tokens on each of {size} context ranks are not equal chunks; use sequences "
                 f"of a multiple of {order.num_chunks} tokens"
             )
         return order

@@ -71,7 +71,8 @@ def counts_of(experts: Tensor, num_experts: int) -> Tensor:
 class LoadCounter:
     """Counts of each expert's choices over the forwards of a step, and of refused choices.
 
-    It is no buffer: replicas differ in it, and nobody saves it. A copy or a pickle starts at zero.
+    It is not a buffer: replicas differ in it, and nobody saves it. A copy or a pickle starts at
+    zero.
     """
 
     def __init__(self, num_experts: int):

@@ -153,7 +153,7 @@ def unpacked(values: Tensor, state: PackedState | RowState, dtype: torch.dtype) 
     """Return the quantized weight (Dout, Din) in a wide dtype.
 
     The kernel sees rows of one block each: bitsandbytes 0.50 on CPUs with AVX-512 reads the scale
-    of a wrong block where the length of a row is no multiple of the block, and compiles a kernel
+    of a wrong block where the length of a row is not a multiple of the block, and compiles a kernel
     for every matrix whose rows are odd.
     """
     if isinstance(state, RowState):
@@ -183,7 +183,7 @@ def kernel_notes() -> list[str]:
     return [
         f"dequantize_4bit of bitsandbytes {__version__} returns wrong values on this processor for "
         f"{quant_type} in {str(dtype).removeprefix('torch.')} on {device}"
-        + (" where a row is no multiple of 64" if verdict.by_blocks else "")
+        + (" where a row is not a multiple of 64" if verdict.by_blocks else "")
         + f"; this run unpacks weights by {'blocks' if verdict.by_blocks else 'a table'}, which is "
         "right, but a model that transformers loads in 4 bits here is wrong"
         for (device, dtype, quant_type), verdict in _CHECKED.items()

@@ -128,7 +128,7 @@ class LossTargets:
 def check_classes(target: Tensor) -> None:
     """
     Raises:
-        LayoutError: targets are no whole numbers.
+        LayoutError: targets are not whole numbers.
     """
     if target.dtype.is_floating_point or target.dtype.is_complex or target.dtype == torch.bool:
         raise LayoutError(

@@ -31,7 +31,7 @@ class Marked(FullTensors, nn.Module):
 
     A subclass sets `group`, None where nothing is cut, and calls `mark()` at the end of its
     `__init__`. A deep copy of a module (an average of weights, a reference model) talks over the
-    same group, which is no value to copy; a pickle keeps the group's ranks.
+    same group, which is not a value to copy; a pickle keeps the group's ranks.
     """
 
     _group: Group | None = None

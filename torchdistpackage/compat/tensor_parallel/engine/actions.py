@@ -119,7 +119,7 @@ class SplitInChunks(Split):
         self.chunk_size, self.optional = chunk_size, optional
 
     def __call__(self, tensor: Tensor, rank: int) -> Tensor:
-        """Raises LayoutError where the dim is no multiple of the chunk."""
+        """Raises LayoutError where the dim is not a multiple of the chunk."""
         if tensor is None and self.optional:
             return tensor
         parts = in_chunks(tensor, self.dim, 1, self.chunk_size)
@@ -138,7 +138,7 @@ class SplitInGroupedChunks(Split):
         self.num_groups, self.chunk_size = num_groups, chunk_size
 
     def __call__(self, tensor: Tensor, rank: int) -> Tensor:
-        """Raises LayoutError where the dim is no multiple of groups times chunk."""
+        """Raises LayoutError where the dim is not a multiple of groups times chunk."""
         dim = self.dim % tensor.dim()
         parts = in_chunks(tensor, dim, self.num_groups, self.chunk_size)
         return torch.tensor_split(parts, self.world_size, dim + 1)[rank].flatten(dim, dim + 2)
@@ -245,14 +245,14 @@ def in_chunks(tensor: Tensor, dim: int, num_groups: int, chunk_size: int) -> Ten
     """`dim` seen as (num_groups, chunks, chunk_size).
 
     Raises:
-        LayoutError: it is no multiple of the two.
+        LayoutError: it is not a multiple of the two.
     """
     extent = tensor.shape[dim]
     if extent % (num_groups * chunk_size):
         raise LayoutError(
             f"dim {dim} of a tensor of shape {tuple(tensor.shape)} has {extent} elements, which "
-            f"are no multiple of {num_groups} groups x chunks of {chunk_size}; correct chunk_size "
-            f"or num_groups of the rule"
+            f"are not a multiple of {num_groups} groups x chunks of {chunk_size}; correct "
+            "chunk_size or num_groups of the rule"
         )
     num_chunks = extent // (num_groups * chunk_size)
     return tensor.unflatten(dim, (num_groups, num_chunks, chunk_size))
@@ -262,7 +262,7 @@ def as_state_action(action: Any) -> tuple[StateAction, bool]:
     """Return the action of a rule, and whether it was given in an earlier form.
 
     Raises:
-        LayoutError: `action` is no action of a rule, in today's form or an earlier one.
+        LayoutError: `action` is not an action of a rule, in today's form or an earlier one.
     """
     if isinstance(action, StateAction):
         return action, False
@@ -271,6 +271,6 @@ def as_state_action(action: Any) -> tuple[StateAction, bool]:
     if isinstance(action, tuple) and len(action) == 2 and all(map(callable, action)):
         return FunctionAction(*action), True
     raise LayoutError(
-        f"a state rule says {action!r}, of type {type(action).__name__}, which is no action; "
-        f"use Split, SplitInChunks, ..., a function (tensor, rank) or a pair (split, join)"
+        f"a state rule says {action!r}, of type {type(action).__name__}, which is not an action; "
+        "use Split, SplitInChunks, ..., a function (tensor, rank) or a pair (split, join)"
     )

@@ -4,7 +4,7 @@
 |---|---|---|
 | LoRA | before the split | B or A is cut as the layer is (`add_lora_rules`) |
 | IA3 | before the split | its vector is cut as the outputs or inputs are that it scales |
-| prompt tuning, P-tuning, prefix tuning | after the split | their parameters are no shard's |
+| prompt tuning, P-tuning, prefix tuning | after the split | their parameters belong to no shard |
 | others | | refused |
 """
 
@@ -60,9 +60,9 @@ def rule_of_ia3(name: str, module: Any, action: StateAction) -> StateAction:
     weight_dim, base = getattr(action, "dim", None), module.base_layer
     if weight_dim is None or getattr(base, "groups", 1) > 1:
         raise LayoutError(
-            f"the layer {name} has adapters of IA3 and is cut by {action!r}, which leaves no one "
-            f"dim for them; cut it by Split, SplitInChunks or SplitInGroupedChunks, or merge the "
-            f"adapters first"
+            f"the layer {name} has adapters of IA3 and is cut by {action!r}, which has no single "
+            "dim to cut them along; cut it by Split, SplitInChunks or SplitInGroupedChunks, or "
+            "merge the adapters first"
         )
     out_dim = 1 if type(base).__name__ == "Conv1D" else 0
     if (weight_dim == out_dim) == module.is_feedforward:

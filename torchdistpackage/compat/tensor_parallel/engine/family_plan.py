@@ -272,7 +272,7 @@ def blocks(block: Weights) -> int:
 
 
 def alone(block: Weights) -> Iterator[tuple[str, Layout]]:
-    """Cut parameters that are no layer's, such as biases of positions by head."""
+    """Cut parameters that belong to no layer, such as biases of positions by head."""
     for name, weight in block.parameters.items():
         module = name.rpartition(".")[0]
         is_listed = module in block.split.layers or module in block.split.experts

@@ -258,14 +258,14 @@ def apply_action(value: Any, action: Any, *, rank: int, world_size: int) -> Any:
         return value / world_size
     if kind == "scale_int":
         return scaled_int(value, world_size)
-    raise LayoutError(f"{action!r} is no action on a value; use {', '.join(TEXTS)}")
+    raise LayoutError(f"{action!r} is not an action on a value; use {', '.join(TEXTS)}")
 
 
 def scaled_int(value: Any, world_size: int) -> Any:
     remainder = value % world_size
     if remainder if not isinstance(value, Tensor) else bool(remainder.any()):
         raise LayoutError(
-            f"scale_int of {value!r}, which is no multiple of {world_size} shards; use fewer "
+            f"scale_int of {value!r}, which is not a multiple of {world_size} shards; use fewer "
             "shards, or leave this value out of the plan"
         )
     return value // world_size

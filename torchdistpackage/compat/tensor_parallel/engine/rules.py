@@ -88,7 +88,7 @@ class Config:
                 compiled_pattern = re.compile(pattern)
                 action, is_legacy = as_state_action(value)
             except re.error as error:
-                problems.append(f"{pattern!r} is no regular expression: {error}")
+                problems.append(f"{pattern!r} is not a regular expression: {error}")
                 continue
             except LayoutError as error:
                 problems.append(f"{text_of(pattern)}: {error}")
@@ -106,20 +106,20 @@ class Config:
         for rules in (self.input_rules, self.output_rules):
             for pattern, actions in rules.items():
                 problems += [
-                    f"{pattern.pattern}: {action!r} is no action; use "
-                    f"{', '.join(TEXTS)}, or a function (value, rank)"
+                    f"{pattern.pattern}: {action!r} is not an action; use {', '.join(TEXTS)}, or a "
+                    "function (value, rank)"
                     for action in actions.values()
                     if not is_action(action)
                 ]
         for pattern, shared in self.entrances.items():
             problems += [
-                f"{pattern.pattern}: {layers!r} for {target!r} is no tuple of names of layers"
+                f"{pattern.pattern}: {layers!r} for {target!r} is not a tuple of names of layers"
                 for target, layers in shared.items()
                 if isinstance(layers, str) or not all(isinstance(name, str) for name in layers)
             ]
         for pattern, changes in self.attr_rules.items():
             problems += [
-                f"{pattern.pattern}: {change!r} for {name!r} is no function (value, rank)"
+                f"{pattern.pattern}: {change!r} for {name!r} is not a function (value, rank)"
                 for name, change in changes.items()
                 if not callable(change)
             ]
@@ -160,9 +160,9 @@ def compiled(rules: Mapping[Any, Actions], problems: list[str]) -> dict[re.Patte
         try:
             by_pattern[re.compile(pattern)] = dict(actions)
         except re.error as error:
-            problems.append(f"{pattern!r} is no regular expression: {error}")
+            problems.append(f"{pattern!r} is not a regular expression: {error}")
         except (TypeError, ValueError):
-            problems.append(f"{text_of(pattern)}: {actions!r} is no dict, such as {{0: 'sum'}}")
+            problems.append(f"{text_of(pattern)}: {actions!r} is not a dict, such as {{0: 'sum'}}")
     return by_pattern
 
 

@@ -124,7 +124,7 @@ def check_num_parts(config: Config, world_size: int) -> None:
     ]
     if wrong:
         raise LayoutError(
-            f"the plan is for another number of shards than {world_size}: {'; '.join(wrong)}; make "
+            f"the plan does not fit the number of shards, {world_size}: {'; '.join(wrong)}; make "
             f"it for {world_size}"
         )
 
