@@ -168,7 +168,7 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     (
         {"pipeline__costs": str(THREE_STAGES), "parallel__pipe": 2},
         "pipeline.costs",
-        "costs_of_three_stages.yaml: forward has 3 numbers for 2 stages; give one a stage",
+        "costs_of_three_stages.yaml: forward has 3 numbers for 2 stages; give one for each stage",
     ),
     (
         {"data__global_batch": 30, "parallel__data": 2, "train__accumulate": 2},

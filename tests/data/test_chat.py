@@ -225,7 +225,7 @@ def test_all_wrong_lines_are_named_at_once_up_to_a_number(tmp_path):
         (
             COUNTED_DOWN,
             chat("a", "b", "c", "d"),
-            "1: the chat template does not write message 2 such that what the assistant says can",
+            "1: in what the chat template writes for message 2, the text of the assistant can",
         ),
         (
             ALTERNATING,
@@ -235,7 +235,7 @@ def test_all_wrong_lines_are_named_at_once_up_to_a_number(tmp_path):
         (
             "{{ messages + 1 }}",
             chat("a", "b"),
-            "1: the chat template does not take its first 2 mess",
+            "1: the chat template fails at its first 2 mess",
         ),
         ("{{ cycler.__init__.__globals__ }}", chat("a", "b"), "1: .* unsafe"),
         (

@@ -112,7 +112,7 @@ def test_messages_that_do_not_count_are_not_learned(tmp_path, templates):
 @pytest.mark.parametrize(
     ("message", "text"),
     [
-        ({"weight": 0.5}, "weight of message 2 is 0.5; a message counts or does not: 0 or 1"),
+        ({"weight": 0.5}, "weight of message 2 is 0.5; write 0 or 1"),
         ({"train": "no"}, "train of message 2 is 'no'; .*: false or true"),
         ({"weight": 0}, r"no message of the assistant counts \(weight, train, training\)"),
         ({"role": "user", "train": True}, "message 2 of the role user is marked"),
@@ -132,7 +132,7 @@ def test_rows_set_variables_of_the_template(tmp_path):
     for options in ({"enable_thinking": False, "x": None}, '{"enable_thinking": false}'):
         assert learned(folder, {**row, "chat_template_kwargs": options}) == ["beta<|im_end|>\n"]
     for options, text in (
-        ({"tools": []}, "chat_template_kwargs has tools, which is not a variable"),
+        ({"tools": []}, "chat_template_kwargs has tools, which a row may not set"),
         ([1], "chat_template_kwargs is a list"),
     ):
         with pytest.raises(DataError, match=f"here: {text}"):

@@ -212,7 +212,7 @@ def test_without_its_library_parquet_is_refused(tmp_path, monkeypatch):
     [
         ('{"text": "a"}\n{"text": ', "text", r"data\.jsonl:2: not JSON: "),
         ('{"text": "a"}\n\n{"text": 5}\n', "text", r"data\.jsonl:3: field 'text' is a int"),
-        ("[1]\n", "text", r"data\.jsonl:1: a JSON list; each line is one JSON object"),
+        ("[1]\n", "text", r"data\.jsonl:1: got a JSON list; write one JSON object on each line"),
         ('{"body": "a"}\n', "text", r"data\.jsonl:1: no field 'text'; there are body \(data.field"),
         ('{"text": 5}\n', "text", r"data\.jsonl:1: field 'text' is a int; write a text"),
         ('{"text": ""}\n', "text", r"data\.jsonl:1: field 'text' is empty; remove this document"),

@@ -34,7 +34,7 @@ DDP = [
 ZERO = [
     *SHARED,
     ({"stage": "1"}, "stage is '1'; use 1, 2 or 3"),
-    ({"stage": 3, "module": None}, "stage is 3 without a module"),
+    ({"stage": 3, "module": None}, "stage 3 frees and gathers parameters while a module runs"),
     ({"wire_dtype": torch.int32}, "wire_dtype is torch.int32; give a torch.dtype of floats"),
     ({"reduce_dtype": torch.int8}, "reduce_dtype is torch.int8; give a torch.dtype of floats"),
     ({"master_dtype": "bf16"}, "master_dtype is 'bf16'; give a torch.dtype of floats"),

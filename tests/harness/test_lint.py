@@ -45,7 +45,7 @@ WRONG = [
     (steps.not_received, 2, "missing", r"has issued send \(elements 3 dtype float32\) to rank 1"),
     (steps.sends_first, 2, "cycle", r"rank 0 \(data 0\) waits in send .* to rank 1 \(data 1\)"),
     (steps.batch_before_collective, 2, "cycle",
-     r"waits in call 1 of group data .* to which rank 1 \(data 1\) comes after a call"),
+     r"waits in call 1 of group data .* which rank 1 \(data 1\) can only make after a call"),
     (steps.message_against_collective, {"data": 2, "tensor": 2}, "cycle",
      r"rank 0 \(data 0 tensor 0\) waits in call 1 of group data \(ranks 0, 2\), all_reduce"),
     (steps.groups_in_a_circle, 3, "group creation", "new_group"),

@@ -290,7 +290,7 @@ def test_adapters_on_what_cannot_have_them_are_refused_with_all_else(tmp_path):
     assert text.startswith("4 problems")
     assert "4 stages for the 3 blocks" in text
     assert ": llama has no layer query" in text
-    assert "2.input_layernorm of llama is no linear layer, and only these and" in text
+    assert "2.input_layernorm of llama is not a linear layer, and only linear layers and" in text
     assert f"llama has no layer 3.mlp.up_proj; its linear layers are {NORMS}, lm_head" in text
     text = refusal(hf, "model.lora.target=[all-linear, q_proj]")
     assert "all-linear stands for all linear layers; leave the others out" in text

@@ -246,7 +246,7 @@ def test_the_queue_says_when_a_run_would_be_done(tmp_path, monkeypatch, capsys):
     path.write_text(FILE + "launch: {slurm: {nodes: 1, gpus-per-node: h100:1, partition: gpu}}\n")
     assert main(["plan", str(path), "--search", "--queue"]) == 0
     text = capsys.readouterr().out
-    assert "1 of 2 idle" in text and "not free within what Slurm says" in text
+    assert "1 of 2 idle" in text and "Slurm expects too few nodes to be free" in text
     assert "partition gpu has 2 nodes" in text and "finished first on 1 nodes" in text
     assert main(["plan", str(path), "--queue"]) == 2
     assert "goes with --search" in capsys.readouterr().err

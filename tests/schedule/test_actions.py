@@ -30,7 +30,7 @@ def test_actions_print_as_they_are_spoken_and_parse_back(kind: ActionKind):
     "text", ["nonsense", "1f1b stages=1 microbatches=1 placement=0\n0: 0X0", ""]
 )
 def test_text_that_is_no_schedule_is_refused(text: str):
-    with pytest.raises(ScheduleError, match=r"is not a schedule header|is not an action"):
+    with pytest.raises(ScheduleError, match=r"is not the header of a schedule|is not an action"):
         parse(text)
 
 

@@ -125,7 +125,7 @@ def _queue(
         start_s = state.start_s(number, now_s, limit_s)
         if start_s is None:
             why = f"partition {state.partition} has {state.total} nodes"
-            why = why if number > state.total else "not free within what Slurm says"
+            why = why if number > state.total else "Slurm expects too few nodes to be free"
             rows.append((number, "never", "", "", "", why))
             continue
         world = number * per_node
@@ -253,8 +253,8 @@ def _table(
     head = wrap(
         f"{run.run.name} on {world} ranks{where} ({device.name}): the fastest of "
         f"{result.num_valid:,} valid combinations of degrees and micro-batches, each with all "
-        f"schedules, stages of ZeRO and orders of ranks, in {result.limit_bytes / 2**30:.1f} GiB "
-        "of a rank"
+        "schedules, stages of ZeRO and orders of ranks, that fit in "
+        f"{result.limit_bytes / 2**30:.1f} GiB on a rank"
     )
     notes: list[str] = []
     if alike > 1:

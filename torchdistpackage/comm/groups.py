@@ -317,7 +317,10 @@ def _messages(group: Group, peers: Sequence[int] = ()) -> None:
         work.wait()
     senders = [int(x) for x in buffers]
     if senders != peers:
-        raise CommError(f"messages of ranks {peers} to rank {ranks[at]} came from ranks {senders}")
+        raise CommError(
+            f"messages of ranks {peers} to rank {ranks[at]} came from ranks {senders}, so torch "
+            f"{torch.__version__} connected the wrong ranks; report this"
+        )
 
 
 # -- steps that an exception has ended -----------------------------------------------------

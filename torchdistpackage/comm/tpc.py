@@ -204,7 +204,10 @@ class ProcessTopology:
         """This rank's groups, also for combinations of axes that no mode names."""
         groups = self._context().groups
         if groups is None:
-            raise LaunchError("tpc stands for a rank without processes here, so it has no groups")
+            raise LaunchError(
+                "tpc only describes a rank here, without processes, so it has no groups; ask for "
+                "them in a started rank"
+            )
         return groups
 
     @property

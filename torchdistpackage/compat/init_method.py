@@ -32,7 +32,7 @@ def parse_init_method(
     settings = {name: query[name] for name in ("RANK", "WORLD_SIZE") if name in query} | settings
     if settings.get("WORLD_SIZE") == "1":
         if settings.get("RANK", "0") != "0":
-            raise LaunchError(f"rank {settings['RANK']} of 1 cannot be; the only rank is 0")
+            raise LaunchError(f"rank {settings['RANK']} is outside a world of 1; use rank 0")
         return replace(detect({}), local_rank=max(local_rank, 0))
     if url.scheme == "env":
         return detect({**env, **settings})
@@ -57,8 +57,8 @@ def _numbers(method: str, settings: Env, env: Env) -> dict[str, str]:
         launcher = detect(env)
         if launcher.source == "alone":
             raise LaunchError(
-                f"init method {method} does not say {' and '.join(missing).lower()}, and no "
-                f"launcher does; pass them, or start with torchrun or srun"
+                f"init method {method} lacks {' and '.join(missing).lower()}, and no launcher sets "
+                "them; pass them, or start with torchrun or srun"
             )
         launcher_numbers = {"RANK": launcher.rank, "WORLD_SIZE": launcher.world_size}
         numbers |= {name: str(launcher_numbers[name]) for name in missing}

@@ -150,7 +150,10 @@ def tokens(path: str | Path, dtype: str, val_fraction: float) -> Corpus:
             these.
     """
     if dtype not in TOKEN_DTYPES:
-        raise DataError(f"token ids of type {dtype!r} in {path}; use {', '.join(TOKEN_DTYPES)}")
+        raise DataError(
+            f"token ids of {path} cannot have the type {dtype!r}; set data.dtype to one of "
+            f"{', '.join(TOKEN_DTYPES)}"
+        )
     return _split_at_end(*_map(Path(path), dtype), val_fraction)
 
 

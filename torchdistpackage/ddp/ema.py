@@ -329,8 +329,8 @@ def _unlike(name: str, shape: Sequence[int], tensor: Tensor | None) -> LayoutErr
     """Return the error for an average whose parameter is missing or has another shape."""
     if tensor is None:
         return LayoutError(
-            f"the model has no {name}, of which an average is kept; give the model that it was "
-            f"made from, wrapped or not"
+            f"the averages hold {name}, which this model lacks; give the model that they were made "
+            "from, wrapped or not"
         )
     why = "give the model that it was made from"
     if not tensor.numel():

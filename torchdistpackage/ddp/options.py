@@ -139,8 +139,7 @@ class ResolvedOptions:
                 # A hook that wraps the default one looks like any other hook, so it is not replaced
                 # by node: all ranks must end with what this hook computes.
                 _LOG.info(
-                    "%s: over ranks %s that takes the place of the all-reduce by node, which the "
-                    "default hook would be",
+                    "%s: over ranks %s this replaces the default hook, an all-reduce by node",
                     name,
                     " and ".join(map(str, self._by_node)),
                 )

@@ -186,10 +186,10 @@ def refuse_cut(named: Named, over: Sequence[int], who: str) -> None:
     if cut_parameters:
         name, group = cut_parameters[0]
         raise LayoutError(
-            f"{who} takes ranks {tuple(over)} to hold the same parameters, but "
-            f"{len(cut_parameters)} are "
-            f"cut over ranks {ranks_of(group)}, {name} for one: give it a group of ranks that hold "
-            f"the same, or set up tpc with that axis before the model is made"
+            f"{who} assumes that ranks {tuple(over)} hold the same parameters, but "
+            f"{len(cut_parameters)} of them are cut over ranks {ranks_of(group)}, such as {name}; "
+            "give it a group of ranks that hold the same, or set up tpc with that axis before the "
+            "model is made"
         )
 
 

@@ -334,16 +334,15 @@ def report(failures: Sequence[Failure], num_ranks: int) -> str:
     lines = [f"rank {first.rank} of {num_ranks} failed: {summary(first)}"]
     if first is _with_another_tensor(failures):
         lines.append(
-            "  two or more others were in one call, and it was not, or with another tensor"
+            "  two or more other ranks made the same call, but this rank made none, or with "
+            "another tensor"
         )
     elif first is _in_another_call(failures):
         lines.append(
-            f"  it alone was at {user_line(first.detail, innermost_first=_is_abort(first))}"
+            f"  only this rank was at {user_line(first.detail, innermost_first=_is_abort(first))}"
         )
     elif _is_abort(first) and len(failures) > 1:
-        lines.append(
-            "  which gloo does to a rank that another one sends too much: compare the lines"
-        )
+        lines.append("  gloo aborts a rank to which another one sends too much: compare the lines")
     for failure in sorted(failures, key=lambda f: f.time_s):
         if failure is not first and failure.kind is not FailureKind.ENDED:
             then = "then" if failure.time_s >= first.time_s else "also"

@@ -96,9 +96,7 @@ def family_of(shape: GPTShape) -> str:
         if not lacks:
             return name
     texts = [f"for {name}: {', '.join(lacks)}" for name, lacks in lacking.items()]
-    raise LayoutError(
-        f"gpt: transformers has no model of this shape; what would have to be so {'; '.join(texts)}"
-    )
+    raise LayoutError(f"gpt: transformers has no model of this shape; it needs, {'; '.join(texts)}")
 
 
 def sources(shape: GPTShape) -> dict[str, tuple[Source, ...]]:

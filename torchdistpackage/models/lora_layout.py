@@ -343,8 +343,8 @@ def target_problems(
         shared = [x for x, name in tied.items() if name.removesuffix(".weight") in chosen]
         if shared:
             problems.append(
-                f"{target} of {family} is {', '.join(shared)} too (tie_word_embeddings), which an "
-                f"adapter of one of them would not change; name it in modules_to_save"
+                f"{target} of {family} is {', '.join(shared)} too (tie_word_embeddings), and an "
+                "adapter of one would not change the other; name it in modules_to_save"
             )
         elif chosen and lora.use_dora:
             problems.append(f"use_dora is for linear layers, and {target} is an embedding")
@@ -352,9 +352,10 @@ def target_problems(
         if target == ALL_LINEAR or any(matches):
             continue
         if matches or any(names(target, x.removesuffix(".weight")) for x in tied):
-            reason = "no linear layer" if matches else "its embedding"
+            reason = "not a linear layer" if matches else "its embedding"
             problems.append(
-                f"{target} of {family} is {reason}, and only these and embeddings are adapted"
+                f"{target} of {family} is {reason}, and only linear layers and embeddings can have "
+                "adapters"
             )
         else:
             problems.append(f"{family} has no layer {target}")
@@ -370,8 +371,8 @@ def saved_problems(
     problems: list[str] = []
     if len(saved := [x for x, name in tied.items() if lora.trains(name)]) > 1:
         problems.append(
-            f"{tied[saved[0]]} of {family} is {', '.join(saved)} too, and peft ties two names; "
-            f"leave it out"
+            f"{tied[saved[0]]} of {family} is {', '.join(saved)} too, and peft ties at most two "
+            "names; leave it out"
         )
     for module in lora.modules_to_save:
         if any(is_inside((module,), name) for name in weights if not is_adapter(name)):

@@ -84,7 +84,8 @@ def _clipping(torch_function: Any) -> Any:
             if error_if_nonfinite and not bool(norm.isfinite()):
                 raise RuntimeError(
                     f"the total norm of order {norm_type} of the gradients of all ranks is "
-                    f"{norm.item()}, so it cannot be clipped; set error_if_nonfinite=False"
+                    f"{norm.item()}, so it cannot be clipped; look for the first step with a large "
+                    "loss, or set error_if_nonfinite=False"
                 )
             scale_gradients(every, (float(max_norm) / (norm + 1e-6)).clamp(max=1.0))
         first = next((p.grad for p in every if p.grad is not None), None)

@@ -107,8 +107,8 @@ def _unusable_local_dir(config: RunConfig) -> list[Problem]:
         nearest = next(x for x in (root, *root.parents) if x.exists())
         if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
             return []
-        text = f"{root} cannot be written, as {nearest} is not a folder that you may write to; "
-        "name another"
+        text = f"{root} cannot be written, as {nearest} is not "
+        "a folder that you can write to; name another"
     except CheckpointError as error:
         text = str(error).partition(": ")[2]
     except OSError as error:

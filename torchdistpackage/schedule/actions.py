@@ -157,7 +157,9 @@ def parse(text: str) -> Schedule:
     head, *lines = text.strip().splitlines() or [""]
     match = _HEAD.fullmatch(head)
     if not match:
-        raise ScheduleError(f"{head!r} is not a schedule header; it reads {_HEAD.pattern}")
+        raise ScheduleError(
+            f"{head!r} is not the header of a schedule, which has the form {_HEAD.pattern}"
+        )
     programs: list[Program] = []
     for line in lines:
         steps = [

@@ -139,7 +139,7 @@ class CostsFile:
             if len(row) not in (1, num_stages):
                 raise ScheduleError(
                     f"{self.source}: {name} has {len(row)} numbers for {num_stages} stages; give "
-                    f"one a stage, or one for all"
+                    "one for each stage, or one for all"
                 )
         wide = {n: row * num_stages if len(row) == 1 else row for n, row in self.rows.items()}
         if "backward" not in wide:
@@ -213,7 +213,7 @@ class _CostsLoader(BoundedLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if cast(Any, self).check_event(yaml.AliasEvent):
-            raise BoundError("an alias is not read here; write the numbers out", None)
+            raise BoundError("aliases are not read here; write the numbers themselves", None)
         return super().compose_node(parent, index)
 
 
@@ -284,7 +284,8 @@ def _row(where: str, value: object) -> tuple[float, ...]:
             numbers.append(math.nan)
         if not 0 <= numbers[-1] < math.inf:
             raise ScheduleError(
-                f"{where} holds {_shown(item)}; write finite numbers of zero or more, one a stage"
+                f"{where} holds {_shown(item)}; write finite numbers of zero or more, one for each "
+                "stage"
             )
     return tuple(numbers)
 

@@ -70,10 +70,10 @@ def from_csv(text: str, name: str = "custom") -> Schedule:
     try:
         lines = list(csv.reader(io.StringIO(text.strip())))
     except csv.Error as error:  # for example an open quote, or a lone carriage return
-        raise ScheduleError(f"{name}: no CSV: {error}; write actions between commas") from error
+        raise ScheduleError(f"{name}: not CSV: {error}; write actions between commas") from error
     rows = [_row(line, texts) for line, texts in enumerate(lines, 1)]
     if not rows:
-        raise ScheduleError(f"{name}: no line; a line lists the actions of one pipe rank")
+        raise ScheduleError(f"{name} is empty; write a line with the actions of each pipe rank")
     cells = list(chain.from_iterable(rows))
     line_of: dict[int, int] = {}
     for action, line, _ in cells:
@@ -121,7 +121,7 @@ def _row(line: int, texts: list[str]) -> list[_Cell]:
         for action in _actions(line, number, text.strip())
     ]
     if not cells:
-        raise ScheduleError(f"line {line}: no action; a line lists those of one pipe rank")
+        raise ScheduleError(f"line {line} has no action; write those of one pipe rank")
     return cells
 
 

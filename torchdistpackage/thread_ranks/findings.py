@@ -229,13 +229,16 @@ def _told(board: Matcher, path: Path, kind: str, name: Name) -> Finding:
         call = _spoken(entry, name, message)
         does = "waits in" if board.waiting.get(entry.rank) is entry else "has issued"
         if rank == entry.rank:
-            line = f"{does} {call}, which stands behind an earlier call of its own"
+            line = f"{does} {call}, which comes after an earlier call that it has not finished"
         elif isinstance(needed, PendingOp):
-            line = f"{does} {call}, to which {name(rank)} comes after a call that is not done:"
+            line = (
+                f"{does} {call}, which {name(rank)} can only make after a call that is not "
+                "finished:"
+            )
         elif entry.call is not None:
             line = f"{does} {call}, which {name(rank)} has not entered"
         else:
-            line = f"{does} {call}, the other end of which {name(rank)} has not come to"
+            line = f"{does} {call}, whose other side {name(rank)} has not called"
         if needed in board.ended and kind == "missing":
             line += ", and it has returned"
         lines.append(f"  {name(entry.rank)} {line}")

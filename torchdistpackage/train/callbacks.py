@@ -120,9 +120,9 @@ class NonFiniteCheck(Callback):
             text = explain(loop.trainer, issued)
         if not self._skips:
             raise NonFiniteError(
-                f"{text}. No rank has updated anything since; go on from the last checkpoint with "
-                f"other data or a lower optim.lr, or leave such steps out with "
-                f"train.on_nonfinite=skip"
+                f"{text}. No rank has updated its weights with it; continue from the last "
+                "checkpoint with other data or a lower optim.lr, or leave such steps out with "
+                "train.on_nonfinite=skip"
             )
         loop.state.skipped += 1
         loop.log.note(f"{text}; left out, {loop.state.skipped} so far")

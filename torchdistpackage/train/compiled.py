@@ -73,9 +73,9 @@ class CompiledBlock:
         except torch._dynamo.exc.FailOnRecompileLimitHit as error:
             shapes = [tuple(x.shape) for x in args if isinstance(x, torch.Tensor)]
             raise ConfigError(
-                f"train.compile: {self.name} ({self.kind}) is called with ever other inputs, now "
-                f"of shapes {shapes}, and each needs a graph of its own; give all samples one "
-                f"length (data.seq_len), or set train.compile=off: {_reason(error)}"
+                f"train.compile: {self.name} ({self.kind}) gets inputs of changing shapes, now "
+                f"{shapes}, and each shape needs a graph of its own; give all samples one length "
+                f"(data.seq_len), or set train.compile=off: {_reason(error)}"
             ) from error
         except torch._dynamo.exc.TorchDynamoException as error:
             if not self.falls_back:

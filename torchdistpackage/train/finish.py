@@ -47,7 +47,7 @@ def finish(loop: Loop, loss: float, *, text: str | None, plot: bool) -> None:
     print_line(f"run folder {loop.folder}")
     print_line(textwrap.indent(textwrap.fill(", ".join(names), width), "  "))
     if not has_weights:
-        print_line("no weights were saved; checkpoint.save_every keeps them")
+        print_line("no weights were saved; set checkpoint.save_every to save them")
     print_line(f"next: tdp report {loop.folder}")
 
 

@@ -45,8 +45,8 @@ def read_hf_trainer(path: Path) -> TensorSource:
     state = _trainer_state(path)
     if (path / ADAPTER_FILE).is_file():
         raise CheckpointError(
-            f"{path} has {ADAPTER_FILE}: adapters of peft, whose state cannot be gone on with; "
-            f"merge them into a folder and train from it (model.hf)"
+            f"{path} has {ADAPTER_FILE}: adapters of peft, whose optimizer state cannot be read; "
+            "merge them into a folder and train from it (model.hf)"
         )
     if not (path / _OPTIMIZER).is_file():
         raise CheckpointError(

@@ -114,7 +114,7 @@ def _words(reports: Sequence[NonFiniteReport]) -> str:
         )
     else:
         return (
-            "the sum over all gradients or losses is not finite though each of them is: they are "
+            "the sum over all gradients or losses is not finite, but each of them is: they are "
             "too large for their type; lower optim.lr, or look at the samples of the step"
         )
     others = [str(x.rank) for x in reports if (x.forward or x.own) and x.rank != first]

@@ -140,7 +140,7 @@ def test_two_rules_for_one_input_are_refused_and_digits_are_positions():
     rules = Config({}, {"a": {"0": "copy"}, "ab": {1: "sum"}}, {}, {}).input_rules
     assert find_matching_actions("input", "ab", rules) == {0: "copy", 1: "sum"}
     rules = Config({}, {"a": {"0": "copy"}, "ab": {0: "sum"}}, {}, {}).input_rules
-    with pytest.raises(ValueError, match="two input rules speak of 0 of module 'ab'"):
+    with pytest.raises(ValueError, match="two input rules match 0 of module 'ab'"):
         find_matching_actions("input", "ab", rules)
 
 

@@ -337,6 +337,6 @@ def _tensors_here(params: Any) -> Iterable[Tensor]:
 
 def _unknown(params: object) -> PlacementError:
     return PlacementError(
-        f"an optimizer is of managed modules, managed tensors, parameters, or dicts with such "
-        f"'params', not of {params!r}"
+        "an optimizer takes managed modules, managed tensors, parameters, or dicts with such "
+        f"'params', not {params!r}"
     )

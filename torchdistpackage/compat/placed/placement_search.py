@@ -169,7 +169,7 @@ class _Search:
         )
         largest = max(self.nodes, key=lambda n: n.weight_bytes + n.saved_bytes + n.output_bytes)
         raise PlacementError(
-            f"{len(self.nodes)} nodes do not fit: at best {parts}; the largest node is "
+            f"{len(self.nodes)} nodes do not fit into memory: at best {parts}; the largest node is "
             f"{largest.name}: allow more memory, or more places, or a smaller example"
         )
 

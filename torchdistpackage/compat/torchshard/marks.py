@@ -301,8 +301,8 @@ def _check_mark(tensor: Tensor, value: object, order_type: object) -> None:
         and (type(value) is not int or value not in valid_dims)
     ):
         wrong.append(
-            f"the mark {value!r} of a tensor of shape {tuple(tensor.shape)}; use None or one of "
-            f"{', '.join(map(str, sorted({*valid_dims})))}"
+            f"the mark {value!r} does not fit a tensor of shape {tuple(tensor.shape)}; use None or "
+            f"one of {', '.join(map(str, sorted({*valid_dims})))}"
         )
     if type(order_type) is not int or order_type not in (0, 1):
         wrong.append(f"order_type {order_type!r}; use 0 for a weight (out, in), 1 for (in, out)")

@@ -122,8 +122,8 @@ class ChatTemplate:
         turns = self._finder(write, messages, text).turns(learned)
         if isinstance(turns, int):
             raise DataError(
-                f"{where}: the chat template does not write message {turns + 1} such that what the "
-                f"assistant says can be told from the rest; mark replies in the template with "
+                f"{where}: in what the chat template writes for message {turns + 1}, the text of "
+                "the assistant cannot be told from the rest; mark replies in the template with "
                 f"{{% generation %}}"
             )
         self._tally[REWRITTEN if turns.rewritten else PREFIXED] += 1
@@ -156,7 +156,7 @@ class ChatTemplate:
         if not marker:
             raise DataError(
                 f"{where}: the chat template does not write the content of the last of "
-                f"{len(messages)} messages, so no reply can go on from it"
+                f"{len(messages)} messages, so no reply can continue it; use another template"
             )
         return text if rest.startswith(" ") else text.rstrip()
 
@@ -186,7 +186,7 @@ class ChatTemplate:
             text = template(messages=[_with_reasoning(x) for x in messages], **names)
         except Exception as error:  # a template may do anything, such as adding a text to a number
             raise DataError(
-                f"{where}: the chat template does not take its first {len(messages)} messages: "
+                f"{where}: the chat template fails at its first {len(messages)} messages: "
                 f"{str(error) or type(error).__name__}"
             ) from error
         return is_unicode(text, f"{where}: the chat")
@@ -228,9 +228,9 @@ class ChatTemplate:
             turns = finder.turns(left_out)
             if isinstance(turns, int):
                 raise DataError(
-                    f"{where}: message {turns + 1} is not learned, and the chat template marks "
-                    f"{len(spans)} parts of {len(replies)} replies, so which are its is not known; "
-                    f"mark each reply once with {{% generation %}}"
+                    f"{where}: message {turns + 1} is not to be learned, but the chat template "
+                    f"marks {len(spans)} parts in {len(replies)} replies, so it is not known which "
+                    f"belong to it; mark each reply once with {{% generation %}}"
                 )
             spans = [x for x in spans if not any(x[0] < b and a < x[1] for a, b in turns.spans)]
         return Document(plain, spans=_joined(spans, where))
@@ -280,8 +280,8 @@ def _options(value: dict[str, Any], where: str) -> dict[str, Any]:
     options = {key: x for key, x in cast(dict[str, Any], field or {}).items() if x is not None}
     if wrong := [key for key in options if key in _NOT_OPTIONS]:
         raise DataError(
-            f"{where}: {TEMPLATE_OPTIONS} has {wrong[0]}, which is not a variable of a template "
-            "that a row may set; remove it"
+            f"{where}: {TEMPLATE_OPTIONS} has {wrong[0]}, which a row may not set for a template; "
+            "remove it"
         )
     return options
 
@@ -323,8 +323,8 @@ def _learned(messages: list[Message], where: str) -> list[int]:
         for key, value in flags.items():
             if not isinstance(value, int | float) or value not in _COUNTS[key]:
                 raise DataError(
-                    f"{where}: {key} of message {i + 1} is {value!r}; a message counts or does "
-                    f"not: {' or '.join(map(json.dumps, _COUNTS[key]))}"
+                    f"{where}: {key} of message {i + 1} is {value!r}; write "
+                    f"{' or '.join(map(json.dumps, _COUNTS[key]))}"
                 )
         counts = all(flags.values())
         if counts and message["role"] == ASSISTANT:

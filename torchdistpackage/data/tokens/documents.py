@@ -192,7 +192,7 @@ def files_of(kind: str, path: Path) -> list[Path]:
         files = files if chosen is None else chosen(path, files, name.split if name else "")
     if not files:
         missing = f"no {suffix} file" if suffix else "no file"
-        raise DataError(f"data.path {path}: there is {missing} there; put the data there")
+        raise DataError(f"data.path {path} has {missing}; put the data there, or correct the path")
     return sorted(files)
 
 
@@ -472,7 +472,7 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: not JSON: {error}{hint}") from error
     if not isinstance(value, dict):
         kind = type(value).__name__
-        raise DataError(f"{where}: a JSON {kind}; each line is one JSON object")
+        raise DataError(f"{where}: got a JSON {kind}; write one JSON object on each line")
     return value
 
 

@@ -106,17 +106,24 @@ class ZeroOptions:
         if self.zero_group is not None:
             problems += self._group_problems(self.zero_group)
         if self.stage == 3 and module is None:
-            problems.append("stage is 3 without a module, whose use frees and gathers; give it")
+            problems.append(
+                "stage 3 frees and gathers parameters while a module runs; pass this module"
+            )
         refuse(problems)
 
     def _group_problems(self, number: int) -> list[str]:
         if self.group is not None or self.replicas is not None:
-            return [f"zero_group is {number} beside group or replicas; give one or the other"]
+            return [
+                f"zero_group is {number} together with group or replicas; give one or the other"
+            ]
         if not tpc.is_set:
             return [f"zero_group is {number} without tpc; call tpc.setup_process_groups first"]
         data = tpc.topology.dense.axis_size("data")
         if number < 1 or data % number:
-            return [f"zero_group is {number}, no divisor of the {data} data ranks; use one"]
+            return [
+                f"zero_group is {number}, which does not divide the {data} data ranks; use a "
+                "divisor"
+            ]
         return []
 
     @property

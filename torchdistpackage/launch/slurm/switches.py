@@ -152,8 +152,8 @@ def _lines(text: str, source: str) -> Iterator[tuple[str, dict[str, str]]]:
         pairs = {x.partition("=")[0].lower(): x.partition("=")[2] for x in words}
         if not _KEYS & set(pairs):
             raise ConfigError(
-                f"{source}:{first}: {words[0][:80]!r} begins no line of switches or blocks; they "
-                f"begin with SwitchName=, BlockName= or BlockSizes="
+                f"{source}:{first}: {words[0][:80]!r} does not begin a line about switches or "
+                "blocks; these begin with SwitchName=, BlockName= or BlockSizes="
             )
         yield f"{source}:{first}", pairs
 
@@ -173,8 +173,8 @@ def _read_line(parsed: _Read, line: str, words: Mapping[str, str]) -> None:
         sizes = words["blocksizes"].split(",")
         if not all(x.isdecimal() and int(x) for x in sizes):
             raise ConfigError(
-                f"{line}: BlockSizes={words['blocksizes']} are not numbers of nodes; write such as "
-                "18,36"
+                f"{line}: BlockSizes={words['blocksizes']} are not numbers of nodes; write numbers "
+                "such as 18,36"
             )
         parsed.sizes = tuple(sorted(map(int, sizes)))
 

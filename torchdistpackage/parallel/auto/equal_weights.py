@@ -33,7 +33,9 @@ def equalise(module: nn.Module, group: Group) -> None:
                 f"build the same module on all ranks"
             )
     if any(other != first_sums for _, other in every):
-        LOG.warning("the ranks of a tensor group had different weights: all use the first rank's")
+        LOG.warning(
+            "the ranks of a tensor group had different weights, so all take those of the first rank"
+        )
         for tensor in tensors.values():
             if not tensor.is_meta and tensor.numel():
                 tensor.copy_(collectives.broadcast(tensor.detach().clone(), group))

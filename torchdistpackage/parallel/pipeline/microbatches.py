@@ -117,7 +117,7 @@ def input_problem(
     """
     if unknown := sorted(name for name in inputs if not owned_stages.is_taken(name)):
         names = ", ".join(owned_stages.names())
-        return f"no stage has a parameter {', '.join(unknown)}; they have {names}"
+        return f"no stage has a parameter {', '.join(unknown)}; their parameters are {names}"
     if not owned_stages.has_first:
         return ""
     first = owned_stages.signatures[0]

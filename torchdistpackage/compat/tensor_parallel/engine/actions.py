@@ -207,7 +207,7 @@ class TakeChunks(StateAction):
         if tensor.shape[self.dim] != extent:
             raise LayoutError(
                 f"dim {self.dim} of a tensor of shape {tuple(tensor.shape)} is not "
-                f"{self.num_chunks} x {self.chunk_size} = {extent}; the plan is for another model"
+                f"{self.num_chunks} x {self.chunk_size} = {extent}; make a plan for this model"
             )
         return tensor.index_select(self.dim, self._rows(rank, tensor.device))
 

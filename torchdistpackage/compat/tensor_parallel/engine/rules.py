@@ -212,9 +212,9 @@ def find_matching_actions(action_type: str, name: str, rules: Mapping[Any, Actio
                 key = int(key)
             if matched.get(key, action) != action:
                 raise ValueError(
-                    f"two {action_type} rules speak of {key!r} of module {name!r}: "
-                    f"{origin[key]!r} says {matched[key]!r} and {pattern.pattern!r} says "
-                    f"{action!r}; make the patterns exclude each other"
+                    f"two {action_type} rules match {key!r} of module {name!r}: {origin[key]!r} "
+                    f"says {matched[key]!r} and {pattern.pattern!r} says {action!r}; make the "
+                    "patterns exclude each other"
                 )
             matched[key], origin[key] = action, pattern.pattern
     return matched
