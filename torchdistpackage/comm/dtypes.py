@@ -103,6 +103,7 @@ def as_added(x: Tensor) -> Tensor:
 
 def from_added(wire: Tensor, dtype: torch.dtype) -> Tensor:
     """Return reduced `as_added` tensors in their original `dtype`."""
+    # undoes as_added: the back end reduced a dtype that it can add
     return torch.view_as_complex(wire) if dtype.is_complex else wire.to(dtype)
 
 

@@ -51,6 +51,7 @@ class Incoming:
 
     def wait(self) -> Sequence[Tensor | None]:
         """Return the buffers, filled; raises CommError as `Work.wait` does."""
+        # the buffers have nothing to read before the messages have arrived
         self.work.wait()
         return self.buffers
 

@@ -616,7 +616,7 @@ class ElasticSection(Section):
 
 
 class LaunchSection(Section):
-    """Where and how the processes start."""
+    """The processes of the run: where and how they start."""
 
     local: LocalSection = default(LocalSection)
     slurm: k.SlurmOptions = Field(

@@ -68,6 +68,7 @@ class _Narrowed:
         self._flat, self._wire, self._pending = flat, wire, pending
 
     def wait(self) -> None:
+        # the sum must be there before it is copied back
         self._pending.wait()
         # the optimizer reads the bucket in its own dtype
         self._flat.copy_(self._wire)

@@ -35,6 +35,7 @@ def gap(box: Box, tensor: Tensor, full: Tensor) -> float | None:
     if not tensor.numel():
         return 0.0
     scale = max(float(full.abs().max()), 1e-30)
+    # in float64, or the subtraction of two bf16 tensors would round the difference itself
     apart = float((tensor.double() - expected.double()).abs().max())
     return float("inf") if apart != apart else apart / scale  # NaN
 

@@ -255,6 +255,7 @@ class SharedStatus:
 
         def task() -> None:
             try:
+                # a store handles one request at a time, and two threads may ask
                 with self._lock:
                     future.set_result(question(self._opened()))
             except RuntimeError as error:  # a store that is gone

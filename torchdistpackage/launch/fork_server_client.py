@@ -198,6 +198,8 @@ class ForkServer:
         self._channel.close()
         if not self._has_forked:  # it has nobody to end, and may still import for seconds
             self._process.kill()
+        # the server ends when its channel closes, and kills its children before: so they are gone
+        # for the caller, too
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:  # the server is stopped; its children die with it

@@ -384,6 +384,7 @@ def _flock(handle: int) -> bool | None:
     lock.
     """
     try:
+        # without waiting: a busy lock is an answer, and the kernel frees it if the process dies
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False

@@ -145,6 +145,7 @@ def model_of(path: Path) -> Any:
         if not (isinstance(build, type) and issubclass(build, transformers.PreTrainedModel)):
             build = partial(transformers.AutoModel.from_config, trust_remote_code=False)
         with torch.device("meta"):
+            # in the dtype of the folder, since the table counts the bytes of its weights
             return build(config).to(config.dtype or torch.float32)
     except Exception as error:  # what a wrong setting raises depends on the family
         raise ConfigError(

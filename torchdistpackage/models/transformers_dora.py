@@ -88,6 +88,7 @@ def _adds_bias_later(base_layer: Any) -> bool:
 
 
 def _row_norms(rows: Tensor, group: Group | None) -> Tensor:
+    # the squares of a long row lose their small ones when they are added in bf16
     wide = rows if rows.dtype == torch.float64 else rows.float()
     if group is None:
         return torch.linalg.vector_norm(wide, dim=1).to(rows.dtype)

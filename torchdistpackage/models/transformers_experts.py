@@ -193,6 +193,7 @@ def router_load(router_logits: Sequence[Tensor], top_k: int) -> Tensor:
     """
     total: Tensor | None = None
     for logits in router_logits:
+        # probabilities of many tokens are added up, which bf16 would round away
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
         chosen = scores.topk(top_k, -1).indices.flatten()
         counts = scores.new_zeros(scores.shape[-1])

@@ -43,6 +43,7 @@ def small_models(
             config = known_settings(without_dropout(small), head)
             with keep_random_states():
                 torch.manual_seed(0)
+                # float32: a trial compares its numbers, and bf16 would hide a difference
                 model = auto_class(head).from_config(config, dtype=torch.float32)
             if head is not None and scores_positions(model, head):
                 score_all_positions(model)

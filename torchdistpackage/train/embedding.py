@@ -166,6 +166,7 @@ class EmbeddingLoss(TaskLoss):
         """
         rows = RowTokens.of_targets(targets)
         by_pooling = {"mean": rows.tokens, "last": rows.last, "cls": rows.first}
+        # a mean over many tokens is added up in float32, or bf16 rounds the later ones away
         hidden = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         weights = by_pooling[self._options.pooling].to(hidden)
         sums = torch.einsum("ns,nsd->nd", weights, hidden)

@@ -161,6 +161,7 @@ def _compared_steps(trainer: Trainer, record: ParityRecord, *, alike: bool, drop
             recording(parts, record, lambda n=step: n == 1),
             noting_casts(parts, record.casts, record.singles) if step == 2 else nullcontext(),
         ):
+            # the record reads this step's loss and weights before the next begins
             result = trainer.train_step(step).wait()
         trainer.update.before_step = before_step
         record.losses.append(result.loss)
@@ -291,6 +292,7 @@ class _TrainerRun:
             return batch
 
         def call() -> None:
+            # one step after the other: its numbers belong to its samples
             results.append(self._trainer.train_step(step).wait())
 
         batches.of_training = fed

@@ -362,6 +362,7 @@ class _Unread(int):
 def _grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
+        # autocast casts a matmul of torch, but knows no operator of ours
         x, weight = x.to(dtype), weight.to(dtype)
     return _GroupedProduct.apply(x, weight)  # type: ignore[no-any-return]
 

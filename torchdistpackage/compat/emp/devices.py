@@ -182,6 +182,7 @@ def receive_tensor(src: int, tag: int = 0, debug: bool = False) -> Tensor:
     _check_peer("receive_tensor", src)
     channel = _channel(tag)
     spec = channel.receive_header(src)
+    # the caller gets a tensor and no handle, so the message must have arrived
     (received,) = channel.receive(spec, src).wait()
     assert received is not None
     if debug:

@@ -59,6 +59,7 @@ class ExpectedGrads:
             CommError: gradients of another operation came.
         """
         if self._received is None:
+            # the flags say which of the gradients were sent and which stay None
             self._flags_work.wait()
             buffers = self._gradients.wait()
             number, *has_gradient = self._flags.tolist()
@@ -110,6 +111,7 @@ class Mail:
         spec = self._channel.receive_header(source)
         number, text = spec.description.keys
         _same_operation(operation, int(number), "an output", source)
+        # the operation reads them at once
         tensors = [x for x in self._channel.receive(spec, source).wait() if x is not None]
         wants = [m.requires_grad for m in spec.description.members if m is not None]
         return Delivery(from_text(text), tensors, wants)

@@ -133,6 +133,7 @@ class TensorParallel(ParallelModule):
                 f"parameters were moved away from the devices {list(map(str, self.devices))} of "
                 f"the shards; leave out .to(device) and .cuda() behind tensor_parallel"
             )
+        # one call at a time: the shards' threads meet in the same collectives
         with self._lock, self._weights():
             inputs = split_inputs(args, kwargs, self.devices, self.tensor_parallel_config)
             outputs = run_threads(modules, inputs, self.devices, self._draws())

@@ -72,6 +72,7 @@ def run_threads(
     ]
     for thread in threads:
         thread.start()
+    # the outputs are there once all shards are done; one that fails ends the others through `run`
     for thread in threads:
         thread.join()
     if errors:

@@ -137,6 +137,7 @@ class ReduceScatterBucket:
         if self.phase is not SumPhase.SENT:
             return
         assert self._work is not None
+        # the sum over replicas reads this one
         self._work.wait()
         self.phase = SumPhase.LANDED
         if self._replicas is not None:

@@ -86,6 +86,7 @@ class ShardDraws(TorchFunctionMode):
         seed = self.next_seed()
         if self._is_split(args[0]):
             seed = seed_from(seed, self.rank)
+        # shards may be threads of one process, and share its default generators
         with _LOCK, seeded(seed, args[0].device):
             return func(*args, **kwargs)
 

@@ -142,6 +142,7 @@ class Ring:
         messages = self._post(k, v, 0)
         forward(self._own, k, v)
         for number, hop in enumerate(self.hops):
+            # the keys of this hop travelled while the one before was computed
             messages.wait()
             # post the next hop before computing this one, so that it travels meanwhile
             parts = messages.parts
@@ -189,9 +190,10 @@ class Ring:
             assert parts is not None
             messages = self._pass(parts, number, sums)
             sums = backward(hop.tasks, *parts)
-            messages.wait()  # travelled meanwhile
+            messages.wait()  # the sums that came travelled while this hop was computed
             messages.add_gradients(*sums)
         messages = self._pass((dk, dv), len(self.hops), sums)
+        # nothing is left to compute: the sums of this rank's own slice come from the last rank
         messages.wait()
         messages.add_gradients(dk, dv)
         return dk, dv

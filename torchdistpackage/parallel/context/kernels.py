@@ -149,6 +149,7 @@ def _for_heads(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _hand_scores(q, k, mask, options):
+    # in float32, as the kernels of torch keep the scores before the softmax
     scores = (
         _by_query(q, _by_key(q, k) @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
         * options.scale

@@ -87,6 +87,7 @@ def _scan_channels(sequence: ContextSequence, original: Original, arguments: Arg
     if (bias := arguments.get("delta_bias")) is not None:
         dt = dt + bias.to(dt.dtype)[..., None]
     dt = F.softplus(dt) if arguments.get("delta_softplus") else dt
+    # in float32, as the kernel keeps its state
     sums, a = dt.float().cumsum(2), arguments["A"].float()
     total = (a * sums[:, :, -1:]).exp()
     before = states_before(total, state.float(), torch.mul, sequence, segments)

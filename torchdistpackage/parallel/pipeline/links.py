@@ -128,6 +128,7 @@ class RecvLink(StageInput):
 
     def arrive(self, m: int) -> None:
         """Wait for message `m`."""
+        # the stage computes with it next
         self._incoming[m].work.wait()
 
     def take(self, m: int) -> Message:

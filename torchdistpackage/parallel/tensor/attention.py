@@ -50,6 +50,7 @@ def rotary_tables(
     rope: base and scaling; None: `base`, unscaled.
     """
     rope = Rope(theta=base) if rope is None else rope
+    # bf16 cannot tell neighbouring positions above 256 apart
     dtype = torch.promote_types(dtype, torch.float32)
     position = torch.arange(seq_len, dtype=dtype, device=device)
     angle = torch.outer(position, rotary_frequencies(rope, head_dim, dtype, device))

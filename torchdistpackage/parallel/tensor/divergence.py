@@ -132,6 +132,7 @@ class DivergenceTerms:
 class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, teacher_logits: Tensor, terms: DivergenceTerms) -> Tensor:
+        # exponentials over a whole vocabulary are added, which bf16 would round
         dtype = torch.promote_types(logits.dtype, torch.float32)
         x, y = logits.flatten(0, -2), teacher_logits.flatten(0, -2)
         log_sums = terms.log_sums((x, y), dtype)
@@ -171,6 +172,7 @@ def vocab_parallel_top_k(
     logits; ids are int64.
     """
     x = logits.detach().flatten(0, -2)
+    # as in the divergence: sums over a vocabulary are not for bf16
     dtype, first = torch.promote_types(x.dtype, torch.float32), 0
     log_sums = DivergenceTerms(group, 0.0, 1.0).log_sums((x,), dtype)[0]
     values, ids = x.topk(min(k, x.shape[-1]))
@@ -228,6 +230,7 @@ class _TopKDivergence(torch.autograd.Function):
     def forward(
         ctx, logits: Tensor, log_probs: Tensor, columns: Tensor, terms: DivergenceTerms
     ) -> Tensor:
+        # as in the divergence over all tokens: sums over a vocabulary are not for bf16
         dtype = torch.promote_types(logits.dtype, torch.float32)
         x, columns = logits.flatten(0, -2), columns.flatten(0, -2)
         log_sums = terms.log_sums((x,), dtype)[0]

@@ -241,6 +241,7 @@ def _in_blocks(values: Tensor, state: Any) -> Tensor:
 
 def _looked_up(values: Tensor, state: PackedState) -> Tensor:
     """Unpack with the code book only: element 2i is the high half of byte i."""
+    # in float32, as bitsandbytes multiplies the code by the scale
     code, scale = state.blocks.code.float(), state.absmax
     pairs = torch.stack((code.repeat_interleave(16), code.repeat(16)), dim=-1)
     wide = pairs[values.flatten().int()].flatten()

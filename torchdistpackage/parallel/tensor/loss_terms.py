@@ -95,6 +95,7 @@ class LossTargets:
         start, width = terms.columns
         column = ids - start
         is_local = (column >= 0) & (column < width) & ~ignored
+        # a factor of losses, so of their dtype
         is_counted = (~ignored).to(torch.promote_types(logits_dtype, torch.float32))
         factor, own_weights, total = is_counted, None, float(terms.vocab)
         if weight is not None:
