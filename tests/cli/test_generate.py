@@ -167,7 +167,7 @@ def test_mistakes_are_listed_at_once_and_no_rank_starts(run, tmp_path, monkeypat
     assert r"'caf\udce9' is not valid UTF-8" in refused(str(run), "--prompt", "caf\udce9")
     assert "use a finite number" in refused(str(run), "--prompt", "a", "--temperature", "inf")
     said = refused(str(run), "--prompt", "a", "--tokenizer", str(tmp_path))
-    assert "tokenizer.json is no file" in said
+    assert "tokenizer.json is not a file" in said
     assert "neither resolved.yaml nor config.json" in refused(str(tmp_path), "--prompt", "a")
     assert "cannot be shared by parallel.tensor=8" in refused(
         str(run), "--prompt", "a", "--tensor", "8"

@@ -44,7 +44,10 @@ def test_between_nodes_only_what_was_measured_there(profile, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--profile", TINY], "gpt_tiny.yaml is no torchdistpackage cluster profile of version 1"),
+        (
+            ["--profile", TINY],
+            "gpt_tiny.yaml is not a torchdistpackage cluster profile of version 1",
+        ),
         (["--profile", "/none.json"], "/none.json cannot be read"),
         (["--forward-s", "1"], "needs --profile"),
     ],

@@ -112,7 +112,7 @@ def said_of_the_groups() -> list[tuple[str, str]]:
     try:
         tpc.setup_process_groups({"data": 1, "rows": 2})
         assert tpc.get_ranks_in_group("rows") == [0, 1]
-        with pytest.raises(TopologyError, match="'expert' is no axis"):
+        with pytest.raises(TopologyError, match="'expert' is not an axis"):
             tpc.setup_process_groups({"data": 1, "expert": 2})
         tpc.setup_process_groups({"data": 2})
         tpc.build_moe_groups(moe_ep_size=2)

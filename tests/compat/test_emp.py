@@ -187,9 +187,9 @@ def by_hand() -> None:
             assert came.dtype is dtype and torch.equal(real(came), real(whole.t()))
             assert receive_tensor(0, debug=True).shape == ()
     for wrong in (5, -1, "1"):
-        with pytest.raises(PlacementError, match="none of the 2 ranks; use 0 to 1"):
+        with pytest.raises(PlacementError, match="not one of the 2 ranks; use 0 to 1"):
             send_tensor(leaf, wrong)
-        with pytest.raises(PlacementError, match=r"to_rank_fn: rank .* is none of the 2 ranks"):
+        with pytest.raises(PlacementError, match=r"to_rank_fn: rank .* is not one of the 2 ranks"):
             to_rank_fn(leaf, 0, wrong)
     with pytest.raises(PlacementError, match=f"receive_tensor: rank {rank} is this rank itself"):
         receive_tensor(rank)

@@ -57,15 +57,15 @@ def test_a_place_is_what_was_said(method, numbers, env, expected):
 @pytest.mark.parametrize(
     ("method", "numbers", "text"),
     [
-        ("tcp://localhost:1", (-1, -1, -1), "does not say rank and world_size, and no launcher"),
-        ("tcp://localhost:1", (2, -1, -1), "does not say rank, and no launcher"),
+        ("tcp://localhost:1", (-1, -1, -1), "lacks rank and world_size, and no launcher"),
+        ("tcp://localhost:1", (2, -1, -1), "lacks rank, and no launcher"),
         ("tcp://localhost", (2, 0, -1), "needs a host and a port"),
         ("tcp://localhost:port", (2, 0, -1), "needs a host and a port"),
         ("tcp://[::1", (2, 0, -1), "is not a URL: Invalid IPv6"),
         ("file://", (2, 0, -1), "needs the path of a file"),
         ("tcp://localhost:1?rank=x", (2, -1, -1), "RANK='x'"),
         ("tcp://localhost:1", (2, 2, -1), "rank 2 of 2"),
-        ("tcp://localhost:1", (1, 1, -1), "rank 1 of 1"),
+        ("tcp://localhost:1", (1, 1, -1), "rank 1 is outside a world of 1"),
         ("env://", (2, 0, -1), "MASTER_PORT, MASTER_ADDR"),
         ("mpi://", (2, 0, -1), "not one of env://, tcp://HOST:PORT and file://PATH"),
     ],

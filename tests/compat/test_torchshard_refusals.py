@@ -58,7 +58,7 @@ CASES = [
     ),
     (lambda: init_(nn.init.ones_, nn.Linear(2, 2)), ValueError, "takes a tensor, not Linear"),
     (lambda: init_("ones", X), ValueError, "init_method is 'ones'"),
-    (lambda: ts.register_ddp_parameters_to_ignore(3), ValueError, "a int is no torch.nn.Module"),
+    (lambda: ts.register_ddp_parameters_to_ignore(3), ValueError, "a int is not a torch.nn.Module"),
     (lambda: ts.slice([1, 2], 2), ValueError, "slice takes a tensor, not list"),
     (lambda: ts.slice(X, 2, 2), LayoutError, "no dim 2"),
     (lambda: ts.slice(X, -2), ValueError, "slice into -2 parts"),
@@ -76,7 +76,7 @@ CASES = [
         LayoutError,
         "no Linear is left to split along dim 1, and 1 has dim 0; a layer can be converted",
     ),
-    (lambda: convert([nn.Linear(2, 2)], 1), ValueError, "a list is no torch.nn.Module"),
+    (lambda: convert([nn.Linear(2, 2)], 1), ValueError, "a list is not a torch.nn.Module"),
     (lambda: convert(nn.Sequential(nn.LazyLinear(4)), 1), LayoutError, "0 has no shapes yet"),
     (
         lambda: ts.relocate_state_dict(m := split_model(), m.state_dict()),

@@ -200,7 +200,7 @@ def test_sources_that_do_not_do_are_named_before_ranks_start(tdp, tmp_path):
     sources[2]["name"] = "jsonl"
     code, said = tdp([*words, f"data.sources={json.dumps(sources)}"])
     assert code == 2 and "3 problems" in said
-    for text in ("empty.jsonl holds no token", "there is no .jsonl file", "broken.jsonl:1: field"):
+    for text in ("empty.jsonl holds no token", "has no .jsonl file", "broken.jsonl:1: field"):
         assert text in said
 
 

@@ -113,7 +113,7 @@ def test_messages_that_do_not_count_are_not_learned(tmp_path, templates):
     ("message", "text"),
     [
         ({"weight": 0.5}, "weight of message 2 is 0.5; write 0 or 1"),
-        ({"train": "no"}, "train of message 2 is 'no'; .*: false or true"),
+        ({"train": "no"}, "train of message 2 is 'no'; write false or true"),
         ({"weight": 0}, r"no message of the assistant counts \(weight, train, training\)"),
         ({"role": "user", "train": True}, "message 2 of the role user is marked"),
     ],

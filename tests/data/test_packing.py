@@ -244,7 +244,7 @@ def test_missing_and_wrong_files_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"bad\.json is not a tokenizer of the tokenizers library"):
         tokenized(replace(source, tokenizer=str(tmp_path / "bad.json")), cache)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"empty: there is no \.jsonl file there"):
+    with pytest.raises(DataError, match=r"empty has no \.jsonl file"):
         tokenized(replace(source, path=str(tmp_path / "empty")), cache)
     (tmp_path / "latin.txt").write_bytes(b"\xe4")
     with pytest.raises(DataError, match=facts_pattern("latin.txt", "UTF", "8 text", "byte 0")):

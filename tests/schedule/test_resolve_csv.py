@@ -42,7 +42,7 @@ def test_cells_may_be_empty_and_lines_may_end_with_them():
         ("0F0,(1F0;0Q0)OVERLAP_F_B", "line 1, cell 2: '0Q0' is not an action"),
         ("0F0,0B0\n0F1,0B1", "line 2: 0F1 belongs to stage 0, which line 1 runs"),
         ("0F0,0B0\n2F0,2B0", "highest stage is 2 but no line runs stage 1"),
-        ("0F0,0B0\n\n1F0,1B0", "line 2: no action"),
+        ("0F0,0B0\n\n1F0,1B0", "line 2 has no action"),
         ("", "is empty; write a line"),
         ("0F0,0B0,0F1", "missing: 0B1"),
         ("0F0,0I0", "missing: 0W0"),

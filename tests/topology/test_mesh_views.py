@@ -78,7 +78,7 @@ def test_unknown_axes_are_told_with_the_known_ones():
     assert "'rows'" in text and "'tensr' (did you mean 'tensor'?)" in text
     assert "data, pipe, context, tensor" in text
     for taken in ("model", "global", "expert", "moe_dp"):
-        with pytest.raises(TopologyError, match=f"'{taken}' is no axis"):
+        with pytest.raises(TopologyError, match=f"'{taken}' is not an axis"):
             topology([("data", 2), (taken, 1)], 2)
 
 

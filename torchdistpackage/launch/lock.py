@@ -358,6 +358,8 @@ def _write(path: Path, claimant: LockHolder) -> int:
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
     _HANDLES.add(handle)
     try:
+        # readers must know whether a free lock means a dead holder: not on file systems without
+        # locks
         write_all(handle, to_json(replace(claimant, flocked=_flock(handle) is True)).encode())
         os.fsync(handle)
     except BaseException:

@@ -66,6 +66,7 @@ class Dora(nn.Module):
         product = getattr(base_layer, "product", None)
         if isinstance(product, four_bit.PackedProduct):
             return four_bit.unpacked(base_layer.weight, product.state, dtype)
+        # in the dtype of the trained lengths, which are divided by the norms of these rows
         weight: Tensor = base_layer.weight.to(dtype)
         return weight.t() if self.fan_in_fan_out else weight
 

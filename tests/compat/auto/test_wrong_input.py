@@ -96,7 +96,7 @@ def test_a_plan_for_another_number_of_shards_is_refused():
         },
         *({}, {}, {}),
     )
-    text = r"than 2: 0.*dim=0\) cuts for 4; 2.* cuts for 3; 2\\.bias.* cuts for 3; make"
+    text = r"shards, 2: 0.*dim=0\) cuts for 4; 2.* cuts for 3; 2\\.bias.* cuts for 3; make"
     with pytest.raises(LayoutError, match=text):
         tensor_parallel(mlp(), TWO, plan)
     with pytest.raises(LayoutError, match="number of shards, 3"):

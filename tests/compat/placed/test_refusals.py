@@ -196,9 +196,9 @@ def call(what: str, F, one):
         ("gradient", r"is a tensor, not a float; give torch.tensor\(1.0\)"),
         ("build", "a function that makes a module, not 3"),
         ("made", "dict made a dict, not a module"),
-        ("optimizer", "not of 'w'"),
-        ("parameters", "not of 3"),
-        ("groups", "not of None"),
+        ("optimizer", "not 'w'"),
+        ("parameters", "not 3"),
+        ("groups", "not None"),
         ("chain", "takes a list of managed modules"),
     ],
 )

@@ -146,7 +146,7 @@ def test_a_damaged_or_foreign_file_is_refused_with_its_key_and_value(path, damag
     with pytest.raises(ConfigError, match=re.escape(key)) as caught:
         read(path)
     text = str(caught.value)
-    assert text.startswith(f"{path} is no torchdistpackage cluster profile of version 1")
+    assert text.startswith(f"{path} is not a torchdistpackage cluster profile of version 1")
     assert not value or f", got {value};" in text
     assert tells(text, "--profile", "FILE")
 

@@ -93,7 +93,7 @@ def unfitting_batches() -> None:
         (lambda: pipe.step(x, targets=y[1:]), "all pipe ranks: .* not arguments 8, targets 7"),
         (
             lambda: pipe.step(x, targets=y, mask=x),
-            "all pipe ranks: no stage has a parameter mask; they have",
+            "all pipe ranks: no stage has a parameter mask; their parameters are",
         ),
         (
             lambda: (pipe.eval_step if rank else pipe.step)(x, targets=y),

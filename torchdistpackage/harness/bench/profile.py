@@ -233,7 +233,7 @@ def read(path: Path) -> Profile:
         key = ".".join(str(part) for part in first["loc"] if part != "fit")
         given_value = "" if first["type"] == "missing" else f", got {reprlib.repr(first['input'])}"
         raise ConfigError(
-            f"{path} is no {FORMAT} of version {VERSION}, or a damaged one: "
-            f"{key + ': ' if key else ''}{first['msg']}{given_value}; measure one with "
-            f"tdp comm bench --profile FILE"
+            f"{path} is not a {FORMAT} of version {VERSION}, or a damaged one: "
+            f"{key + ': ' if key else ''}{first['msg']}{given_value}; measure one with tdp comm "
+            "bench --profile FILE"
         ) from error
