@@ -9,8 +9,8 @@ def __getattr__(name: str) -> object:
 An import is what a reader follows, so a string names a module of ours only where an import would
 bring what its file does without:
 
-Public names     of a package, none of which is imported with it.
-Commands         of which `tdp` imports the one that was asked for, and a plan what it shows.
+Public names     of a package: importing the package imports none of them.
+Commands         `tdp` imports only the command that was asked for, and a plan only what it shows.
 Torch            for which commands, plans and launchers do not wait: the modules of a model
                  (models/*_spec.py), what runs in ranks, what is done once all has been checked.
 Other processes  which are sent the name of what they are to call.

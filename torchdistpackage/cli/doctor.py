@@ -1,4 +1,4 @@
-"""`tdp doctor`: one report about this machine to paste where one asks for help.
+"""`tdp doctor`: one report about this machine, to paste into a request for help.
 
 Each section reads its facts anew, and says in a line why where it cannot. Values of environment
 variables are printed only for those of _VARIABLES, and never where a name or a value may hold a

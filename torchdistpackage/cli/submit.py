@@ -215,7 +215,7 @@ def _checked_run(path: str, overrides: Sequence[str]) -> RunConfig:
 
 
 def _refuse_crowded_folder(plan: Plan, path: str) -> None:
-    """Refuse a run in whose folder not even one checkpoint fits, by what is free and the quota.
+    """Refuse a run if its folder has no room for one checkpoint, by the free space and the quota.
 
     Raises:
         ConfigErrors: says what is left, and what a checkpoint takes.

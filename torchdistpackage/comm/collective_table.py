@@ -31,9 +31,9 @@ def _not_measured(size: int) -> float:
 class CollectiveSpec:
     """One operation over a group of `size` ranks.
 
-    home: the module below the package that defines `names`, its public functions; it is named as
-        none of them, or it would hide that one. The first is `name`, which autograd goes through,
-        where there is a `map`.
+    home: the module below the package that defines `names`, its public functions; it has another
+        name than each of them, or it would hide that function. The first is `name`, which autograd
+        goes through, where there is a `map`.
     map: "module:class" of the `LinearMap` of comm/autograd.py, which has its transpose, and in
         `answer` the right answer without communication.
     takes, gives: the types of its input and output, which its gradients have the duals of: I is

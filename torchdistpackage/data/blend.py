@@ -1,4 +1,5 @@
-"""A blend of several sources: sample n of a run comes from the source on whose arc point n lies.
+"""A blend of several sources: sample n of a run comes from the source that owns the arc with point
+n.
 
 The points n x step mod 2**64 fill a circle evenly (Weyl), most evenly with the golden ratio as the
 step (Knuth, The Art of Computer Programming 3, 6.4), and each source has an arc as long as its

@@ -18,7 +18,8 @@ from torchdistpackage.data.tokens.token_cache import TokenizedText
 class LabelledDataset(PreferenceDataset):
     """Rows of `seq_len` tokens with a label each, or one of each word; see `PreferenceDataset`.
 
-    padding: the token that fills a row, and at whose last other token transformers pools; None: 0
+    padding: the token that fills a row; transformers pools at the last token that is another one;
+        None: 0
     fills it, and the last token of a text is the one.
     """
 

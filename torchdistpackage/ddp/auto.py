@@ -50,7 +50,7 @@ WORTH_IT = 0.03
 """Fraction of a step that ZeRO must save to be chosen; smaller differences are within the error."""
 
 NUM_TRIALS, NUM_BUCKETS = 3, 4
-"""Number of trials, of which the shortest counts, and of buckets in each trial of the link. Other
+"""Number of trials (the shortest counts), and of buckets in each trial of the link. Other
 work on the machine can only lengthen a trial."""
 
 PASSES_OF_ADAM = 3.5

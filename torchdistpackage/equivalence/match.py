@@ -78,7 +78,7 @@ PARTS = Measure()
 
 
 WITH_SINGLE = Measure(tolerance=1e-4, noise=1e-5)
-"""Values in float64 of which some have been in float32 on the way. Gates that are exponentials, as
+"""Values in float64; some of them were float32 before. Gates that are exponentials, as
 of xLSTM, make 1e-5 of its rounding."""
 
 

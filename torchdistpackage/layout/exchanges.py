@@ -104,7 +104,7 @@ class ExchangeSpec:
     exchange: "module:class" of the `KeyExchange` between blocks, which also has the backward; ""
         where one block is all ranks, so that nothing is left to exchange.
     swap: ranks that trade heads for sequence first: none, all, or blocks of `a2a_size` ranks.
-    sent: bytes between blocks, of which each position's keys and values have so many on a rank.
+    sent: bytes that travel between blocks for each position's keys and values on a rank.
     calls: calls between blocks of the rank in the block at an index, whose positions have so many
         elements, in one direction.
     time: (seconds that no computation hides, calls that a rank starts), for `auto`.

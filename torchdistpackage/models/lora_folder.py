@@ -1,4 +1,4 @@
-"""A folder of peft's adapters, from whose values a run goes on: what it holds. No torch.
+"""A folder of peft's adapters with the values from which a run continues: what it holds. No torch.
 
 Only adapters that a run would itself write are read: of one rank and one scale for all layers.
 """

@@ -1,7 +1,7 @@
 """transformers' own key-value cache, for a stage with some of a model's blocks.
 
-Classes without a table of their own are tried on a small copy first: what they write token by token
-has to be what they say of the whole sequence.
+Classes without a table of their own are tried on a small copy first: their logits token by token
+must equal those of the whole sequence.
 """
 
 import inspect

@@ -1,8 +1,8 @@
 """The magnitudes of DoRA (Liu et al., arXiv:2402.09353) on layers that tensor ranks may share.
 
 `Dora` takes the place of peft's layer of magnitudes, which knows neither of split layers nor of
-weights in 4 bits: it needs the norm of each row of W + scaling B A, of which a rank of a row layer
-has a part of every row.
+weights in 4 bits: it needs the norm of each row of W + scaling B A, but a rank of a row layer has
+only a part of every row.
 """
 
 from typing import Any

@@ -88,8 +88,8 @@ def memory(
     ZeRO stage 1 leaves to each rank that shares a parameter its part of the optimizer's state (or
     all of it for some parameters, of an optimizer that needs them whole), stage 2 of the gradient
     too, stage 3 of the weight too. Gradients of several microbatches add up full before they are
-    summed, besides that part. Buckets on their way do not count, but for the narrow copies of
-    `precision.reduce_dtype` without ZeRO, all of which are until the backward ends. What is not
+    summed, besides that part. Buckets in flight do not count, except the narrow copies of
+    `precision.reduce_dtype` without ZeRO, which all live until the backward ends. What is not
     trained every rank has whole, and nothing besides; so too the reference of preference pairs.
     """
     formats = number_formats(config.precision)

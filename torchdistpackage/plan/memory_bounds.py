@@ -35,7 +35,8 @@ _NEARLY = 0.99
 
 
 def base_plan(run: RunConfig, ranks_per_node: int | None) -> Plan:
-    """Return the plan of data parallelism on one rank, from whose numbers others are derived.
+    """Return the plan of data parallelism on one rank; numbers of other plans are derived from its
+    own.
 
     Raises:
         ConfigError: the file is wrong on any layout.

@@ -55,7 +55,7 @@ def live_of(schedule: str, pipe: int, microbatches: int, chunks: int) -> tuple[L
 
 def _interleaved(m: int, pipe: int, chunks: int, rank: int, deferred: int) -> tuple[int, ...]:
     """Return what a rank of an interleaved order holds after its warm-up and some backwards of its
-    last stage whose weights have no gradients yet."""
+    last stage, before the gradients of the weights."""
     forwards = min(2 * (pipe - rank - 1) + (chunks - 1) * pipe + 1 + deferred, m * chunks)
     groups, remainder = divmod(forwards, pipe * chunks)
     num_forwards = [

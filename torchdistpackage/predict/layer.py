@@ -573,5 +573,5 @@ def adapter_parameters(sizes: TransformerSizes, layout: StepLayout) -> float:
 
 
 def _in_chunks(fabric: Fabric, comm_s: float, compute_s: float, size: int) -> float:
-    """The same as `beside` in `size` chunks, of which the first is sent before any matmul."""
+    """The same as `beside` in `size` chunks; the first chunk is sent before any matmul."""
     return comm_s / size + fabric.beside(comm_s * (size - 1) / size, compute_s)

@@ -341,8 +341,8 @@ class _Data:
         )
 
     def _ends(self) -> tuple[float, float]:
-        """Parameters of the head and of the embedding on this rank. One that is both is sent with
-        the embedding, behind which its gradient is final."""
+        """Parameters of the head and of the embedding on this rank. A weight of both is sent with
+        the embedding, after which its gradient is final."""
         z = self.sizes
         count = z.vocab_parameters / self.layout.tensor
         has_head = self.is_last and not (z.tied and self.is_first)

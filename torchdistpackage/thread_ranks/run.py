@@ -46,7 +46,7 @@ def run_ranks(
 
     limit_s: time limit in seconds; the finding then names the ranks that still compute.
     queued: True: calls behave as on NCCL, whose groups connect at first use; False: as on a back
-        end that blocks, and whose groups are connected from the start.
+        end that blocks and connects its groups from the start.
 
     Raises:
         CommError: other ranks are running as threads of this process.

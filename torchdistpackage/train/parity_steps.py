@@ -181,7 +181,8 @@ def _compared_steps(trainer: Trainer, record: ParityRecord, *, alike: bool, drop
 
 
 def _with_edges(ids: Tensor, vocab: int, step: int) -> Tensor:
-    """Return token ids of which half are the first or last that 2 or 4 ranks have of a vocabulary.
+    """Return token ids; half of them are the first or the last of the vocabulary of one of 2 or 4
+    ranks.
 
     A few dozen tokens of text would read no such row, and what no token reads is not compared.
     Which ids are replaced depends on them alone, so every layout gets the same samples.

@@ -152,7 +152,8 @@ def resume(
 ) -> TrainState:
     """Load the state named by `resume_from` into the trainer: auto, never, or a checkpoint path.
 
-    local: copies of an earlier start, of which auto takes a newer one, and which then begin anew.
+    local: copies of an earlier start: auto takes a newer one from there, and the copies then start
+        again.
     keep: what stays of the run's older checkpoints, of which starts may have left more; None: all.
 
     It may be of other degrees or another ZeRO stage. Weights, optimizer and data go on exactly;

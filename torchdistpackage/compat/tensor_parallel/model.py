@@ -33,7 +33,7 @@ from torchdistpackage.parallel.auto.reporting import LOG
 from torchdistpackage.parallel.auto.split_root import check_is_unsplit
 
 MUCH = 0.1
-"""Share of extra parameters a device from which on it is worth a warning."""
+"""Share of extra parameters on a device above which a warning is logged."""
 
 
 class TensorParallel(ParallelModule):

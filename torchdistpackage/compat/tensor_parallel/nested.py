@@ -65,7 +65,8 @@ def nested_compare(t: Any, u: Any) -> bool:
 
 
 def map_leaves(fn: Callable[..., Any], *values: Any) -> Any:
-    """`fn` of the leaves of equally nested lists, tuples, mappings and dataclasses, nested alike.
+    """Apply `fn` to the leaves of equally nested lists, tuples, mappings and dataclasses, and nest
+    the results in the same way.
 
     Every container is a new one, of the type of the first.
     """

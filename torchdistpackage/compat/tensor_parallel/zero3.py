@@ -115,7 +115,8 @@ class ShardingManager(nn.Module):
         return tensors
 
     def give(self, joins: Mapping[str, StateAction]) -> None:
-        """Put the full tensors into all shards. joins: those whose gradients shards add up.
+        """Put the full tensors into all shards. joins: parameters with gradients that the shards
+        add up.
 
         The first shard's is in the graph of the pieces, so that what all shards have alike, or have
         added up, arrives there once.

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from torchdistpackage.compat import paths
 
 __version__ = "0.1.0"
-"""Version of the torchshard whose names these are."""
+"""Version of torchshard that has these names."""
 
 _PARALLEL_DIM = _PARALLEL_ATTR = "parallel_dim"
 _ORDER_ATTR = _ORDER_TYPE = "order_type"

@@ -141,7 +141,7 @@ class ChatTemplate:
         self, messages: list[Message], where: str, *, continues_last: bool = False
     ) -> str:
         """Return the text before a reply to `messages`. continues_last: the last of them is the
-        beginning of the reply, with whose content the text ends.
+        beginning of the reply, and the text ends with its content.
 
         Raises:
             DataError: the template refuses the messages, or does not write the last one.

@@ -1,7 +1,7 @@
 """Rows with labels for a head: a class, several, a number, or a class for each word. No torch.
 
 A label is one int64, as targets are: the number of a class, a bit for each of several classes, or
-the bits of a float64, of which none of a number is that of `IGNORE`.
+the bits of a float64, and no number has the bits of `IGNORE`.
 """
 
 import math

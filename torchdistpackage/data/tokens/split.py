@@ -134,7 +134,7 @@ def split_groups(text: TokenizedText, val_fraction: float) -> DocumentSplit:
 
 
 def split_rows(text: TokenizedText, val_fraction: float) -> DocumentSplit:
-    """Split rows with labels like documents, of which none is cut."""
+    """Split rows with labels like documents, without cutting any."""
     # those with prompts are never cut
     return replace(split_documents(replace(text, prompts=text.ends), val_fraction), unit=ROW)
 

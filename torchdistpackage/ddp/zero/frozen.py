@@ -1,4 +1,4 @@
-"""Weights that no optimizer steps, of which each rank keeps a shard.
+"""Sharded weights that no optimizer steps: each rank keeps one shard.
 
 They are gathered bucket by bucket while a forward without gradients needs them, as stage 3 of
 ZeroOptimizer gathers those that are trained.

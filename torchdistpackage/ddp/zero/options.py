@@ -150,11 +150,13 @@ class ZeroOptions:
         return self.stage == 3 and not first.deferred
 
     def param_dtype(self, first: ParamSpec) -> torch.dtype | None:
-        """Return the dtype in which its parameters are sent, if narrower than their own."""
+        """Return the dtype in which parameters like this one are sent, if narrower than their
+        own."""
         return _if_narrower(self.wire_dtype, first.parameter.dtype)
 
     def grad_dtype(self, first: ParamSpec) -> torch.dtype | None:
-        """Return the dtype in which its gradients are sent, if narrower than that of the sum."""
+        """Return the dtype in which gradients of this parameter are sent, if narrower than that of
+        the sum."""
         return _if_narrower(self.reduce_dtype or self.wire_dtype, first.sum_dtype)
 
     def shard_dtype(self, first: ParamSpec) -> torch.dtype:

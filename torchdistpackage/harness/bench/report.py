@@ -36,8 +36,8 @@ class SlowLinks:
     """slowest: ranks of the slowest pair. times_slower: than the median pair.
 
     hosts: to be left out. ranks: slow to other hosts, each with how many times as long as the
-    others of its host it takes. partitions: sets of hosts, links between which are slow and within
-    which they are not; () where there is but one. links: slow ones between hosts of one side, and
+    others of its host it takes. partitions: sets of hosts with fast links within each set and slow
+    links between sets; () if there is only one set. links: slow ones between hosts of one side, and
     within (both names equal) one, none of them to be left out, each with how many times as long
     as the fast links it takes.
     """

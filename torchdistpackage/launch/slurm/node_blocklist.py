@@ -107,7 +107,7 @@ def record(path: Path, evidence: NodeIncident) -> None:
 def record_bad_node(
     files: RunDir, env: Mapping[str, str], node: str, rank: int, reason: str
 ) -> None:
-    """Record a node that the check before the first step named, for which one start is enough."""
+    """Record a node that the check before the first step named; one start is enough evidence."""
     now_s = time.time()
     text = f"rank {rank}: {reason}"
     record(

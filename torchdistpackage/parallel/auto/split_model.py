@@ -291,7 +291,7 @@ def key_heads(table: SplitTable, num: int) -> tuple[tuple[int, ...], ...] | None
 def _partial_parameters(
     module: nn.Module, layouts: Mapping[str, Layout]
 ) -> Iterator[tuple[nn.Module, str]]:
-    """Return parameters of which each rank has a partial gradient, without those of layers that sum
+    """Return the parameters with a partial gradient on each rank, except those of layers that sum
     it themselves.
     """
     for name, layout in layouts.items():

@@ -177,8 +177,8 @@ class Ring:
     def _run_backward_passing(self, k: Tensor, v: Tensor, backward: Backward) -> Pair:
         """Return the gradients when slices are passed on.
 
-        The gradients of a slice follow it from rank to rank, each of which adds its own, and the
-        last one is the neighbour of the owner.
+        The gradients of a slice follow it from rank to rank. Each rank adds its own, and the last
+        one is the neighbour of the owner.
         """
         messages = self._post(k, v, 0)
         dk, dv = backward(self._own, k, v)

@@ -1,8 +1,8 @@
 """Recurrent layers of transformers whose sequences context ranks share.
 
 transformers computes its recurrences and short convolutions by functions of their modules, which
-take an initial state and return a final one. A layer of which these are known runs its own forward
-on this rank's tokens, with the functions of `FORMS` in place of transformers'. Each calls the one
+take an initial state and return a final one. A layer with known functions runs its own forward on
+this rank's tokens, with the functions of `FORMS` instead of transformers' own. Each calls the one
 it stands for, once, over this rank's segments from zero states; outputs are linear in the state
 before a segment, whose part is added when the states have crossed the ranks.
 """

@@ -1,4 +1,4 @@
-"""States and convolutions over a sequence of which each context rank holds some segments.
+"""States and convolutions over a sequence that context ranks share: each holds some segments.
 
 A rank has two segments in zigzag order, else one, and runs them as samples of one batch, each from
 a zero state. What a segment does to a state is a pair (decay, state): a state h before it is
@@ -140,8 +140,8 @@ def _by_steps(
 def fetch(
     x: Tensor, dim: int, wanted: tuple[Ranges, ...], order: SequenceOrder, group: Group
 ) -> Tensor:
-    """Return the positions that this rank wants of a sequence of which `x` is its part along
-    `dim`, joined; zeros for those before the sequence.
+    """Return the wanted positions of a sequence, joined; `x` is this rank's part of it along `dim`;
+    zeros for those before the sequence.
 
     wanted: of each rank. The backward adds the gradients to the positions of their owners.
     """

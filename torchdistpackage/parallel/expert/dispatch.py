@@ -6,8 +6,8 @@ tokens, another returns the results; the backward is these two with their roles 
 chosen tokens travel. A rank without tokens, or without tokens for its experts, makes the same calls
 as all others, so collectives have one order on all ranks for every routing.
 
-With `places` there is no gather: every expert is sent so many rows, of which some are padding, and
-no size depends on the routing.
+With `places` there is no gather: every expert is sent that many rows, some of them padding, and no
+size depends on the routing.
 """
 
 from collections.abc import Sequence
@@ -405,7 +405,8 @@ class _Permute(torch.autograd.Function):
 
 
 def _permuted(rows: Tensor, index: Tensor, back: bool) -> Tensor:
-    """Return rows[index], or with `back` the rows of which this would be the result."""
+    """Return rows[index], or with `back` the inverse: the rows from which that indexing would make
+    these."""
     if not back:
         return rows.index_select(0, index)
     return torch.empty_like(rows).index_copy_(0, index, rows)

@@ -26,8 +26,8 @@ def column(
     """Return the layouts of a linear layer with a split output: weight and bias along Dout, evenly
     or not.
 
-    parts: sizes of fused outputs (q, k, v), each of which is cut by itself. heads: of which Dout,
-    or each part, is made, if it is.
+    parts: sizes of fused outputs (q, k, v), each of which is cut by itself. heads: that make up
+    Dout, or each part, if it consists of heads.
     """
     shape, split = (dout, din), ((axis,), ())
     options = {"uneven": True, "heads": heads}

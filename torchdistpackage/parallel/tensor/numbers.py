@@ -251,7 +251,7 @@ class CallPlace:
         )
 
     def joined(self, width: int, dtype: str) -> Iterator[CallCount]:
-        """Yield the call that gathers outputs, `width` columns of which are on this rank."""
+        """Yield the call that gathers outputs; this rank has `width` of their columns."""
         yield self._call("all_gather", self.of.rows * width, dtype, "outputs", self.forward)
 
     def experts(

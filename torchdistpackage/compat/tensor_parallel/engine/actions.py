@@ -188,7 +188,7 @@ class TakeChunks(StateAction):
     """Give each rank the chunks along `dim` that it works with; other ranks may hold some too.
 
     chunks: indices by rank, each list ascending or repeating; together all of them.
-    Key and value heads of which there are fewer than ranks are dealt out so.
+    If there are fewer key and value heads than ranks, they are dealt out in this way.
     """
 
     def __init__(self, dim: int, chunk_size: int, chunks: Sequence[Sequence[int]]):

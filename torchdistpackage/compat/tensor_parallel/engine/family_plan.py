@@ -221,7 +221,7 @@ class TableRules:
         self.state[f"{layer}\\.bias$"] = bias
 
     def _enter(self, name: str, *targets: int | str) -> None:
-        """Inputs of which the shards go on with parts of layers."""
+        """Inputs from which each shard computes parts of layers."""
         self.inputs.setdefault(f"{path(name)}$", {}).update(dict.fromkeys(targets, "copy"))
 
     def _share(self, name: str, layers: Sequence[str]) -> None:

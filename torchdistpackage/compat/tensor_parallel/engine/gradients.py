@@ -57,8 +57,8 @@ class GradientHooks:
 
 
 class FromFirst(torch.autograd.Function):
-    """An output that all ranks hold equally, in whose backward rank 0 passes its gradient on, and
-    the others zeros.
+    """An output that all ranks hold equally. In its backward rank 0 passes its gradient on, and the
+    others pass zeros.
 
     The sum over ranks, wherever the backward takes it, then has the gradient once.
     """

@@ -88,8 +88,8 @@ def deal_heads(
     num_key_heads: int | None = None,
     blocks: int = 1,
 ) -> Heads:
-    """Return the heads of each of `world_size` shards. blocks: runs of heads, of each of which
-    every shard has a part.
+    """Return the heads of each of `world_size` shards. blocks: runs of heads; every shard has a
+    part of each run.
 
     Where the query heads of a shard are not whole groups of one size, each gets a key head of its
     own, so that a shard's heads are again groups of one size.

@@ -1,10 +1,11 @@
-"""Layers in a row of which the first is cut by outputs and the second by inputs, without a gather.
+"""Pairs of consecutive layers: the first is cut by outputs, the second by inputs, without a gather
+in between.
 
 A module is traced with torch.fx, and the flow of split values through it followed: what works on
 each element alone keeps a value split, a second layer of the same kind takes it as its input, and
 any other use needs it whole. A module that cannot be traced is looked at part by part. What depends
-on arguments that may be left out is not trusted: only modules all of whose arguments are required
-are traced, in training and in evaluation, and a pair must be there both times.
+on arguments that may be left out is not trusted: only modules without optional arguments are
+traced, in training and in evaluation, and a pair must be there both times.
 """
 
 import copy

@@ -2,7 +2,7 @@
 
 A plan says of a module which of its column layers read an input, and nothing else does
 (`Config.entrances`). Where they are plain products, and shards are ranks, they become one product;
-the "copy" of that input is then there only for forwards in which there is none (entrance.py).
+the "copy" of that input is then only needed in forwards without a shared product (entrance.py).
 """
 
 from collections.abc import Mapping, Sequence

@@ -45,7 +45,7 @@ class Config:
         of it; ops.py says what the texts of rules then mean.
     split_modules: patterns of modules that work on split values, in which shards draw different
         random numbers: dropout layers, and attention for the dropout of scores.
-    is_general: of a family, some of whose models lack what a rule speaks of; that is not reported.
+    is_general: of a family with models that lack what some rules name; that is not reported.
     entrances: to {position or name of an input: column layers below the module that read it, in the
         order of their calls}. Nothing else in the module may read it; it has the action "copy".
     key_heads: of each shard, the heads of a key-value cache that it has, in its order; None: all.
@@ -225,7 +225,7 @@ class MatchReport:
     """The match of the rules of a plan and a module.
 
     unmatched: (kind, pattern) of rules that speak of nothing in it. repeated: parameter -> the
-    patterns that match it, the first of which counts, where they say different things.
+    patterns that match it with different actions; the first one counts.
     """
 
     unmatched: tuple[tuple[str, str], ...]

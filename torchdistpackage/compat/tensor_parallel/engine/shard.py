@@ -196,7 +196,7 @@ def fill(name: str, empty: Tensor, source: Tensor, action: StateAction | None, r
 
 
 def shard_names(config: Config, module: nn.Module) -> Callable[[str], str]:
-    """Gives the name in a shard of what `module` calls so."""
+    """Translates a name in `module` to the name in a shard."""
     wrapped = {
         alias
         for submodule, names in modules_by_names(module).items()

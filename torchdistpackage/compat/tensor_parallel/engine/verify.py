@@ -39,7 +39,7 @@ MOST_BYTES = 2**30
 CPU."""
 EPS = torch.finfo(torch.float32).eps
 TOLERANCE = EPS**0.5
-"""Difference, as a share of an output's largest number, from which on it is one.
+"""Smallest difference that counts, as a share of an output's largest number.
 
 It is half the digits of float32: sums in another order differ by some EPS, also in a module in
 float64, of which some norms compute in float32.

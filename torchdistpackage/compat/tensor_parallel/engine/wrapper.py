@@ -21,7 +21,7 @@ class TensorParallelWrapper(nn.Module):
     """Calls `module` on inputs and returns outputs as the actions of rank `rank` make them.
 
     input_actions: {position or name: action}; an argument is found by either, however it was
-    passed. entrances: inputs of which layers of the module sum the gradients (column_product.py).
+    passed. entrances: inputs with gradients that layers of the module sum (column_product.py).
     output_actions: of a tensor, a sequence (by position) or a mapping (by key or position).
     Attributes that it lacks are those of the module; in forwards, its weights by `joins`
     and its `sizes` are the whole layer's (read_weights.py).
