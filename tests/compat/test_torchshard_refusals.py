@@ -54,7 +54,7 @@ CASES = [
     (
         lambda: ts.set_attribute(X.clone(), torch.tensor([1, 2]), 7),
         ValueError,
-        r"mark tensor\(\[1, 2\]\) of a tensor of shape \(4, 8\).* order_type 7",
+        r"mark tensor\(\[1, 2\]\) does not fit a tensor of shape \(4, 8\).* order_type 7",
     ),
     (lambda: init_(nn.init.ones_, nn.Linear(2, 2)), ValueError, "takes a tensor, not Linear"),
     (lambda: init_("ones", X), ValueError, "init_method is 'ones'"),

@@ -36,7 +36,7 @@ LLAMA3 = {
                 "original_max_position_embeddings": 64,
                 "beta_fast": 1.0,
             },
-            ["beta_fast=1 and beta_slow=1; the first is above the second"],
+            ["beta_fast=1 and beta_slow=1; set the first above the second"],
         ),
     ],
 )

@@ -218,11 +218,11 @@ def a_pipe(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (tear, "metrics.jsonl: a line is torn or no row"),
+        (tear, "metrics.jsonl: a line is cut off or invalid"),
         (no_events, "events.jsonl has no events: an older version"),
         (only_config, "metrics.jsonl has no rows: it has taken no step yet"),
-        (wrong_kinds, "metrics.jsonl: 2 lines are torn or no row"),
-        (no_times, "events.jsonl: 2 lines are torn or no event"),
+        (wrong_kinds, "metrics.jsonl: 2 lines are cut off or invalid"),
+        (no_times, "events.jsonl: 2 lines are cut off or invalid"),
         (a_circle, "Too many levels of symbolic links"),
         (a_pipe, "is a pipe"),
     ],

@@ -374,9 +374,9 @@ class ShardReader:
         elif entry.shape != layout.shape:
             if not is_whole(layout, tensor):
                 raise CheckpointError(
-                    f"{name} has shape {entry.shape} in {self.path}, its parameter {layout.shape} "
-                    "and is split over ranks in this run; continue with the layout or the "
-                    "optimizer that wrote it"
+                    f"{name} has shape {entry.shape} in {self.path}, but its parameter has shape "
+                    f"{layout.shape} and is split over ranks in this run; continue with the layout "
+                    "or the optimizer that wrote it"
                 )
             buffer = torch.empty(entry.shape, dtype=dtype, device=tensor.device)
             self._ask(topology_rank.kept(state_layout, shard, buffer), layout.name)

@@ -123,8 +123,8 @@ def _problems(config: str, run: RunConfig, top_k: int | None) -> list[str]:
         )
     if run.data.is_unpaired or run.data.sources:
         problems.append(
-            f"{config}: only pairs of one file or folder (data.path) have rows that do not "
-            f"depend on the step"
+            f"{config}: only pairs of one file or folder (data.path) have rows that do not depend "
+            "on the step; set data.path, without data.sources"
         )
     return problems
 

@@ -175,7 +175,7 @@ def end_ranks(job: str, processes: Path = Path("/proc")) -> None:
 
     Slurm ends a step that lost a node only after minutes, and its ranks hold devices and memory.
     """
-    found: list[Path] = []
+    process_folders: list[Path] = []
     for entry in processes.iterdir():
         with contextlib.suppress(OSError):
             if not entry.name.isdigit() or entry.stat().st_uid != os.getuid():
@@ -186,9 +186,9 @@ def end_ranks(job: str, processes: Path = Path("/proc")) -> None:
                 "\0"
             ):
                 os.kill(int(entry.name), signal.SIGKILL)
-                found.append(entry)
+                process_folders.append(entry)
     until_s = time.monotonic() + _GONE_S
-    while any(_is_alive(entry) for entry in found) and time.monotonic() < until_s:
+    while any(_is_alive(entry) for entry in process_folders) and time.monotonic() < until_s:
         time.sleep(_POLL_S)
 
 

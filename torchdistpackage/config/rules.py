@@ -158,12 +158,12 @@ def _sequence_over_context(c: RunConfig, world_size: int | None) -> str | None:
 
 @rule("parallel.cp_comm_type", "parallel.context")
 def _context_is_exchanged(c: RunConfig, world_size: int | None) -> str | None:
-    way, context = c.parallel.cp_comm_type, c.parallel.context
-    if way == "auto" or context > 1:
+    comm_type, context = c.parallel.cp_comm_type, c.parallel.context
+    if comm_type == "auto" or context > 1:
         return None
     return (
-        f"parallel.cp_comm_type={way} has no effect with parallel.context=1; set context to 2 or "
-        f"more, or remove cp_comm_type"
+        f"parallel.cp_comm_type={comm_type} has no effect with parallel.context=1; set context to "
+        "2 or more, or remove cp_comm_type"
     )
 
 

@@ -253,7 +253,7 @@ def _heads_are_of_transformers(c: RunConfig, world_size: int | None) -> str | No
             f"one for each"
         )
     if d.head.is_of_tokens and d.field in (*CHAT_FIELDS, PAIRS):
-        problems.append(f"has data.field={d.field}, where it wants the field with a list of words")
+        problems.append(f"has data.field={d.field}; name the field that holds a list of words")
     return "; and ".join(f"data.name={d.name} {text}" for text in problems) or None
 
 

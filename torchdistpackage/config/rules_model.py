@@ -55,23 +55,23 @@ def _heads_over_tensor(c: RunConfig, world_size: int | None) -> str | None:
 
 @rule("parallel.cp_comm_type", "parallel.context", "model.heads", "model.kv_heads", "model.name")
 def _heads_over_context(c: RunConfig, world_size: int | None) -> str | None:
-    way = EXCHANGES.get(c.parallel.cp_comm_type)
-    if c.model.name is None or c.parallel.context == 1 or way is None:
+    exchange = EXCHANGES.get(c.parallel.cp_comm_type)
+    if c.model.name is None or c.parallel.context == 1 or exchange is None:
         return None
     heads, kv, size = c.model.heads, c.model.kv_heads or c.model.heads, c.parallel.context
     tensor = c.parallel.tensor
-    if heads % tensor or way.swap == "blocks":  # blocks are chosen by the heads
+    if heads % tensor or exchange.swap == "blocks":  # blocks are chosen by the heads
         return None
-    if way.swap == "none":
-        problem = way.heads_problem(heads // tensor, max(kv // tensor, 1), size)
-        return problem and f"parallel.cp_comm_type={way.name}: {problem}"
+    if exchange.swap == "none":
+        problem = exchange.heads_problem(heads // tensor, max(kv // tensor, 1), size)
+        return problem and f"parallel.cp_comm_type={exchange.name}: {problem}"
     if heads // tensor % size == 0:
         return None
     return (
-        f"parallel.cp_comm_type={way.name} gives each of parallel.context={size} ranks whole "
+        f"parallel.cp_comm_type={exchange.name} gives each of parallel.context={size} ranks whole "
         f"heads, but a tensor rank has {heads // tensor} (model.heads={heads} / "
-        f"parallel.tensor={tensor}, {kv} of keys); set cp_comm_type to p2p, or "
-        f"context to {divisors(heads // tensor, size)}"
+        f"parallel.tensor={tensor}, {kv} of keys); set cp_comm_type to p2p, or context to "
+        f"{divisors(heads // tensor, size)}"
     )
 
 

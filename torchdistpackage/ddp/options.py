@@ -61,8 +61,8 @@ class ResolvedOptions:
         problems += dtype_problems({"reduce_dtype": self.reduce_dtype})
         if self.reduce_dtype is not None and self._has_own_hook:
             problems.append(
-                f"reduce_dtype is {self.reduce_dtype}, but gradients travel as comm_hook "
-                f"{self.comm_hook} has them; give one of the two"
+                f"reduce_dtype is {self.reduce_dtype}, but comm_hook {self.comm_hook} decides how "
+                f"gradients are sent; give one of the two"
             )
         refuse(problems)
 

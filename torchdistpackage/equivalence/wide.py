@@ -20,9 +20,9 @@ def float64_within() -> Iterator[None]:
 
     What names the type by itself at import, or of a tensor, still gets float32.
     """
-    before = torch.get_default_dtype()
+    default_dtype = torch.get_default_dtype()
     with ExitStack() as stack:
-        stack.callback(torch.set_default_dtype, before)
+        stack.callback(torch.set_default_dtype, default_dtype)
         torch.set_default_dtype(torch.float64)
         for name in _NAMES:
             stack.enter_context(patch.object(torch, name, torch.float64))

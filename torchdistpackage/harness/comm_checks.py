@@ -184,13 +184,13 @@ def _exchange(member: GroupMember, ways: list[tuple[int, int]], number: int) -> 
     like: Like = member.like(torch.int64)
     post = p2p.Post(member.group)
     rooms = [torch.zeros(number, dtype=like[0], device=like[1]) for _ in ways]
-    for way, (room, (source, target)) in enumerate(zip(rooms, ways, strict=True)):
+    for direction, (room, (source, target)) in enumerate(zip(rooms, ways, strict=True)):
         post.receive([room], source)
-        post.send([rank_pattern(member.rank, number, like) + 256 * way], target)
+        post.send([rank_pattern(member.rank, number, like) + 256 * direction], target)
     # what has arrived is compared next
     post.go().wait()
-    for way, (room, (source, _)) in enumerate(zip(rooms, ways, strict=True)):
-        yield room, rank_pattern(source, number, like) + 256 * way, f" from rank {source}"
+    for direction, (room, (source, _)) in enumerate(zip(rooms, ways, strict=True)):
+        yield room, rank_pattern(source, number, like) + 256 * direction, f" from rank {source}"
 
 
 def _uneven(size: int) -> list[int]:

@@ -61,9 +61,9 @@ def gpu_facts(runner: Runner = run_command, timeout_s: float = TIMEOUT_S) -> Gpu
     except (LaunchError, OSError) as error:
         return GpuFacts(error=str(error))
     inactive = inactive_links(links.out) if links.code == 0 else {}
-    found = [*(text for row in rows for text in _findings(row))]
-    found += [f"GPU {index}: {number} NVLinks inactive" for index, number in inactive.items()]
-    return GpuFacts(rows, tuple(found))
+    findings = [*(text for row in rows for text in _findings(row))]
+    findings += [f"GPU {index}: {number} NVLinks inactive" for index, number in inactive.items()]
+    return GpuFacts(rows, tuple(findings))
 
 
 def parse_rows(text: str) -> tuple[Mapping[str, str], ...]:

@@ -235,8 +235,8 @@ class SharedStatus:
             ) from error
         if text is None:
             raise lost(
-                "the rank that was to say how it went ended before it did; look at the logs of the "
-                "other ranks"
+                "the rank that reports the result ended before its report; look at the logs of "
+                "the other ranks"
             )
         return Verdict.from_json(text)
 

@@ -276,7 +276,7 @@ def _round(cell: Measurement, part: Round, request: Request, begin: Begin) -> li
         raise DataCorruptionError(
             "data arrived wrong:\n  "
             + "\n  ".join(map(str, texts[:8]))
-            + "\nfigures of such a network mean nothing; see tdp comm test, and these hosts"
+            + "\nsuch a network cannot be measured; run tdp comm test, and look at these hosts"
         )
     times: list[Times] = []
     for unit in part:

@@ -320,7 +320,9 @@ def _make_way(path: Path, claimant: LockHolder, runner: Runner | None) -> None:
     if not why:
         ways = [holder.advice] if holder else []
         if holder is None or holder.boot != claimant.boot:
-            ways.append(f"if it is gone, that counts after {STALE_S:.0f} s without a heartbeat")
+            ways.append(
+                f"if it has ended, its lock is free after {STALE_S:.0f} s without a heartbeat"
+            )
         raise HeldError(
             f"{claimant.doing} is under way elsewhere: {path} is held by "
             f"{holder or 'another process'}, last heartbeat {max(silent_s, 0):.0f} s ago; "

@@ -95,14 +95,13 @@ class Rope:
         low_factor, high_factor = self.low_freq_factor, self.high_freq_factor
         if low_factor is not None and high_factor is not None and not 0 < low_factor < high_factor:
             problems.append(
-                f"low_freq_factor={low_factor:g} and high_freq_factor={high_factor:g}; the "
-                f"first is above 0 and "
-                f"below the second"
+                f"low_freq_factor={low_factor:g} and high_freq_factor={high_factor:g}; set the "
+                "first above 0 and below the second"
             )
         if (self.beta_fast or 32) <= (self.beta_slow or 1):
             problems.append(
-                f"beta_fast={self.beta_fast or 32:g} and beta_slow={self.beta_slow or 1:g}; the "
-                f"first is above the second"
+                f"beta_fast={self.beta_fast or 32:g} and beta_slow={self.beta_slow or 1:g}; set "
+                "the first above the second"
             )
         return problems
 

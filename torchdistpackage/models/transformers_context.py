@@ -77,11 +77,11 @@ class _Watched:
             number = 0
             while (path, number) in self.calls:
                 number += 1
-            given, made = (
+            tensors_in, made = (
                 [x.detach().clone() for x in leaves_of(value) if isinstance(x, Tensor)]
                 for value in ((args, kwargs), output)
             )
-            self.calls[path, number] = given, made
+            self.calls[path, number] = tensors_in, made
 
         return behind
 
@@ -235,13 +235,13 @@ def _tried(
     order = SequenceOrder(length, NUM_RANKS)
     if _is_right(expected, records):
         return None
-    for (path, number), (given, made) in expected.calls.items():
+    for (path, number), (tensors_in, made) in expected.calls.items():
         parts = [record.calls.get((path, number), ([], [])) for record in records]
         kind = type(model.get_submodule(path)).__name__
         ids = not makes_positions(kind)
         inputs = [
             _off(x, [p[0][i : i + 1] for p in parts], order)
-            for i, x in enumerate(given)
+            for i, x in enumerate(tensors_in)
             if ids or x.is_floating_point()
         ]
         outputs = [_off(x, [p[1][i : i + 1] for p in parts], order) for i, x in enumerate(made)]
@@ -264,21 +264,21 @@ def _off(full: Tensor, parts: Sequence[Sequence[Tensor]], order: SequenceOrder) 
         full.is_floating_point() or full.is_complex()
     ):  # ids and positions: any difference counts
         full, parts = full.double(), [[part[0].double()] for part in parts]
-    held = [part[0] for part in parts]
+    slices = [part[0] for part in parts]
     num = order.lengths[0]
     for dim in (1, 0):
         if full.dim() > dim and full.shape[dim] == order.seq_len:
             expected_shape = (*full.shape[:dim], num, *full.shape[dim + 1 :])
-            if any(x.shape != expected_shape for x in held):
+            if any(x.shape != expected_shape for x in slices):
                 return 0.0
             worst = 0.0
-            for x, ranges in zip(held, order.parts, strict=True):
-                mine = torch.cat([full.narrow(dim, r.start, len(r)) for r in ranges], dim)
-                worst = max(worst, float((x - mine).abs().max()))
+            for x, ranges in zip(slices, order.parts, strict=True):
+                expected = torch.cat([full.narrow(dim, r.start, len(r)) for r in ranges], dim)
+                worst = max(worst, float((x - expected).abs().max()))
             return worst / max(float(full.abs().max()), 1e-6)
-    if any(x.shape != full.shape for x in held):
+    if any(x.shape != full.shape for x in slices):
         return 0.0
-    return max(float((x - full).abs().max()) for x in held) / max(float(full.abs().max()), 1e-6)
+    return max(float((x - full).abs().max()) for x in slices) / max(float(full.abs().max()), 1e-6)
 
 
 def _is_right(expected: _Watched, records: Sequence[_Watched]) -> bool:

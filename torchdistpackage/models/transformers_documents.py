@@ -63,17 +63,17 @@ def try_documents(model: Any) -> DocumentsWay:
     positions = torch.stack((one, other))
     problem, at = "", name
     with in_eval(moved):
-        for way in ("positions", "rows"):
+        for row_layout in ("positions", "rows"):
             try:
                 expected = _each_alone(moved, ids)
-                found = packed_logits(moved, ids, positions, way)
+                logits = packed_logits(moved, ids, positions, row_layout)
             except Exception as error:  # whatever the forward of a class raises
                 at = module_of(error, moved)
                 problem = f"a small copy of {name} with documents in a sample stops in {at}"
                 continue
-            off = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+            off = float((logits - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
             if off <= _TOLERANCE:
-                return DocumentsWay("positions" if way == "positions" else "rows")
+                return DocumentsWay("positions" if row_layout == "positions" else "rows")
             problem = (
                 f"the logits of a document in a small copy of {name} change by {off:.1e} of the "
                 f"largest one with the documents beside it, also where each has a row of its own"

@@ -35,7 +35,7 @@ def experts_of(model: nn.Module) -> dict[str, Any]:
     experts and weights, and adds up what each expert makes of a token. All its parameters have one
     entry for each expert; a norm behind experts would be a module of its own.
     """
-    found: dict[str, Any] = {}
+    experts: dict[str, Any] = {}
     for path, module in model.named_modules():
         number = getattr(module, "num_experts", 0)
         parameters = list(module._parameters.values())
@@ -48,8 +48,8 @@ def experts_of(model: nn.Module) -> dict[str, Any]:
             and not any(True for _ in module.buffers())
             and all(p is not None and p.dim() > 1 and p.shape[0] == number for p in parameters)
         ):
-            found[path] = module
-    return found
+            experts[path] = module
+    return experts
 
 
 def is_gated_mlp(experts: Any) -> bool:
@@ -97,10 +97,10 @@ class StackedExperts(nn.Module):
             self.register_parameter(key, nn.Parameter(empty, weight.requires_grad))
         self._own: list[Any] = []  # in a list, or its parameters would be listed twice
         if not is_gated_mlp(experts):
-            own = copy(experts)
-            own.num_experts = self._bounds[group.rank() + 1] - self._bounds[group.rank()]
-            own._parameters = self._parameters
-            self._own.append(own)
+            own_experts = copy(experts)
+            own_experts.num_experts = self._bounds[group.rank() + 1] - self._bounds[group.rank()]
+            own_experts._parameters = self._parameters
+            self._own.append(own_experts)
 
     @property
     def weight(self) -> Tensor:
@@ -114,8 +114,8 @@ class StackedExperts(nn.Module):
         # an empty row for each expert, so that all parameters have a gradient on every rank
         rows = torch.cat([rows, rows.new_zeros(num, rows.shape[1])])
         index = torch.cat([experts.repeat_interleave(plan.counts), experts]).unsqueeze(1)
-        made = self._own[0](rows, index, rows.new_ones(len(rows), 1))
-        return plan.by_rank(made[: len(rows) - num])
+        outputs = self._own[0](rows, index, rows.new_ones(len(rows), 1))
+        return plan.by_rank(outputs[: len(rows) - num])
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute the experts of each token: hidden_states (N, D), their experts (N, k) int64 and

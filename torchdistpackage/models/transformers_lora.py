@@ -150,8 +150,8 @@ def read_adapters(
     with safe_open(file, framework="pt") as opened:
         for name, layout in layouts.items():
             if lora.trains(layout.name):
-                whole = opened.get_tensor(peft_name(layout.name))
-                copy_part(tensors[name], whole, layout, mesh, index)
+                full = opened.get_tensor(peft_name(layout.name))
+                copy_part(tensors[name], full, layout, mesh, index)
 
 
 @torch.no_grad()

@@ -138,8 +138,15 @@ def stage(
         if shape.sequence_parallel:
             decoder.share_sequences(group)
     if isinstance(sequence, ContextSequence):
-        way = shape.context_way
-        attend_over(decoder, sequence, way.attends, way.gathered, way.swaps, way.scanned)
+        context_way = shape.context_way
+        attend_over(
+            decoder,
+            sequence,
+            context_way.attends,
+            context_way.gathered,
+            context_way.swaps,
+            context_way.scanned,
+        )
     experts = expert_group()
     if shape.kind.shared_experts and experts is not None:
         share_experts(decoder, layouts(shape, axis=axis), experts, group)
@@ -394,11 +401,11 @@ class TransformersStage(nn.Module):
         packed = position_ids
         if self._sequence is not None:
             num = x.shape[1] * (1 if x.dim() == 2 else self.decoder.num_shares)
-            way = self.shape.context_way
+            context_way = self.shape.context_way
             mask, position_ids = inputs_of(
-                self._sequence, way.attends, num, len(x), position_ids, x.device
+                self._sequence, context_way.attends, num, len(x), position_ids, x.device
             )
-            position_ids = position_ids if way.positions else None
+            position_ids = position_ids if context_way.positions else None
         rank = 0 if self._group is None else self._group.rank()
         draws = self._draws and self.training
         positions = {} if position_ids is None else {"position_ids": position_ids}

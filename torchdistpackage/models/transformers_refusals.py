@@ -123,10 +123,10 @@ def _mixes_documents(shape: TransformersShape, use: ModelUse) -> str | None:
         return None
     apart = "each document of a sample gets a row of its own"
     if use.context > 1:
-        what = f", as of {mixing[0]}" if mixing else ""
+        mixer_text = f", as of {mixing[0]}" if mixing else ""
         return (
             f"{name} keeps documents apart only where {apart}, which ranks with parts of a sample "
-            f"cannot do{what}; set parallel.context to 1, or document_masks to false"
+            f"cannot do{mixer_text}; set parallel.context to 1, or document_masks to false"
         )
     if shape.sequence_parallel:
         return (
@@ -294,11 +294,19 @@ def _sequence_text(shape: TransformersShape) -> str:
 
 def _context_text(shape: TransformersShape) -> str:
     """Return how context ranks share a sequence, as text."""
-    way = shape.context_way
-    whole = f"; all of a sequence in {', '.join(way.gathered)}" if way.gathered else ""
-    keys = "" if way.attends == "parts" else ", each with the keys of all"
-    states = f"; states of {', '.join(way.scanned)} cross the ranks" if way.scanned else ""
-    return f"any number of ranks{keys}{states}{whole}"
+    context_way = shape.context_way
+    gathered_text = (
+        (f"; all of a sequence in {', '.join(context_way.gathered)}")
+        if context_way.gathered
+        else ""
+    )
+    keys = "" if context_way.attends == "parts" else ", each with the keys of all"
+    states = (
+        (f"; states of {', '.join(context_way.scanned)} cross the ranks")
+        if context_way.scanned
+        else ""
+    )
+    return f"any number of ranks{keys}{states}{gathered_text}"
 
 
 def _documents_text(shape: TransformersShape) -> str:

@@ -189,8 +189,8 @@ def ignored_tensors(
         return {}
     stored = {k: x for k, x in headers(folder) if not UNREAD.search(f".{k}")}
     model = _model_of(shape)
-    _, _, left = _groups(model, stored, _shapes(shape), shape.kind.aliases)
-    is_read = (key for key in left if stored[key][1].dtype in DTYPES)
+    _, _, unmatched = _groups(model, stored, _shapes(shape), shape.kind.aliases)
+    is_read = (key for key in unmatched if stored[key][1].dtype in DTYPES)
     return {key: (folder / stored[key][0], stored[key][1].shape) for key in is_read}
 
 
@@ -220,11 +220,11 @@ def _(
     index: int,
 ) -> set[str]:
     """Read only this rank's shard of each parameter."""
-    held = [(x, tensors[name]) for name, x in layouts.items() if not is_adapter(x.name)]
-    sources = {x.name: (Source(x.name, x.shape),) for x, _ in held}
-    there = [(x, tensor) for x, tensor in held if not tensor.is_meta and x.name in opened.places]
+    wanted = [(x, tensors[name]) for name, x in layouts.items() if not is_adapter(x.name)]
+    sources = {x.name: (Source(x.name, x.shape),) for x, _ in wanted}
+    there = [(x, tensor) for x, tensor in wanted if not tensor.is_meta and x.name in opened.places]
     read_weights(opened, sources, there, mesh, index)
-    left_out = {x.name for x, _ in held} - opened.places.keys()  # a head that begins anew
+    left_out = {x.name for x, _ in wanted} - opened.places.keys()  # a head that begins anew
     return {name for name, x in layouts.items() if x.name in left_out}
 
 
@@ -240,10 +240,10 @@ def _(
     """Read and convert each parameter whole, and keep this rank's shard."""
     local = {x.name: name for name, x in layouts.items() if not is_adapter(x.name)}
     local = {key: name for key, name in local.items() if not tensors[name].is_meta}
-    for key, whole in opened.tensors(set(local)):
-        copy_part(tensors[local[key]], whole, layouts[local[key]], mesh, index)
-    left = {name for key, name in local.items() if key not in opened.groups}
-    return {name for name in left if isinstance(tensors[name], nn.Parameter)}
+    for key, full in opened.tensors(set(local)):
+        copy_part(tensors[local[key]], full, layouts[local[key]], mesh, index)
+    unconverted = {name for key, name in local.items() if key not in opened.groups}
+    return {name for name in unconverted if isinstance(tensors[name], nn.Parameter)}
 
 
 def _begins_anew(
@@ -289,7 +289,7 @@ def _groups(
     everything = dict.fromkeys([*shapes, *aliases])
     grouped: dict[str, tuple[list[tuple[str, str]], Any]] = {}
     unexpected: list[str] = []
-    left: list[str] = []
+    unmatched: list[str] = []
     for key in sorted(stored, key=_natural):
         if early:
             name, pattern = _named_early(model, key, everything), None
@@ -300,11 +300,11 @@ def _groups(
         converter = None if pattern is None else by_pattern[pattern]
         if name not in everything and converter is None:
             is_ignored = any(x.search(key) for x in ignored)
-            (left if is_ignored else unexpected).append(key)
+            (unmatched if is_ignored else unexpected).append(key)
             continue
         grouped.setdefault(name, ([], converter))[0].append((pattern or key, key))
     groups = [StoredGroup(name, tuple(keys), x) for name, (keys, x) in grouped.items()]
-    return groups, unexpected, left
+    return groups, unexpected, unmatched
 
 
 def _named(

@@ -30,16 +30,16 @@ def context_text(plan: Plan, ranks_per_node: int | None) -> str | None:
     ]
     lines.append("                   sent by the busiest rank, forward + backward, in a step:")
     inner = default_a2a_size(size, batch.heads, batch.kv_heads, near)
-    for way, spec in EXCHANGES.items():
+    for name, spec in EXCHANGES.items():
         ranks = spec.swap_size(size, inner)
         if spec.swap == "blocks" and not 1 < ranks < size:
             continue
         if spec.heads_problem(batch.heads, batch.kv_heads, size if spec.swap == "none" else ranks):
-            lines.append(f"  {way:<16} heads cannot be shared")
+            lines.append(f"  {name:<16} heads cannot be shared")
         else:
-            sent = traffic(batch, size, way, a2a_size=ranks)
+            sent = traffic(batch, size, name, a2a_size=ranks)
             forward, back = (size_text(per_step * x) for x in (sent.forward, sent.backward))
-            lines.append(f"  {way:<16} {forward} + {back}")
+            lines.append(f"  {name:<16} {forward} + {back}")
     if ranks_per_node is not None:
         across = next(
             x for x in crossings(plan.topology.dense, ranks_per_node) if x.axis == "context"
@@ -53,12 +53,12 @@ def context_text(plan: Plan, ranks_per_node: int | None) -> str | None:
 def attention_of_rank(plan: Plan) -> tuple[str, AttentionSize, int]:
     """Return (way, one attention of a rank, number of ranks that exchange heads)."""
     size, batch = plan.topology.dense.axis_size("context"), _attention(plan)
-    way = plan.cp_comm_type
+    comm_type = plan.cp_comm_type
     inner = default_a2a_size(size, batch.heads, batch.kv_heads, None)
-    if way == "auto":
+    if comm_type == "auto":
         choice = choose(batch, size)
-        way, inner = choice.comm_type, choice.a2a_size
-    return way, batch, EXCHANGES[way].swap_size(size, inner)
+        comm_type, inner = choice.comm_type, choice.a2a_size
+    return comm_type, batch, EXCHANGES[comm_type].swap_size(size, inner)
 
 
 def context_exchange(plan: Plan, context: int, tensor: int, samples: int) -> ContextExchange:

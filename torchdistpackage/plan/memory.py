@@ -223,12 +223,12 @@ def communicators(
     peers = len({ranks[at + 1 - len(ranks)] for ranks, at in ring})
     peers += len({ranks[at - 1] for ranks, at in ring})
     context = topology.dense.axis_size("context")
-    way = EXCHANGES.get(comm_type)
-    if way is None or way.exchange.endswith(":Ring"):
+    exchange = EXCHANGES.get(comm_type)
+    if exchange is None or exchange.exchange.endswith(":Ring"):
         peers += 2 * (context - 1)  # hops of a ring go straight to their targets
     peers += 2 * (topology.expert.axis_size("expert") - 1)  # NCCL's all-to-all is messages
     # a2a+p2p makes two more in its first forward
-    in_blocks = 2 * (way is not None and way.swap == "blocks" and context > 1)
+    in_blocks = 2 * (exchange is not None and exchange.swap == "blocks" and context > 1)
     return Communicators(sum(x.connects for x in groups) + in_blocks, peers)
 
 

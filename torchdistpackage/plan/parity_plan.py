@@ -123,9 +123,9 @@ def _chosen(plan: Plan, layouts: str) -> list[dict[str, int]]:
         split_axes = dict.fromkeys(split_axes, 2)
     if math.prod(split_axes.values()) > MOST_RANKS:
         raise ConfigError(
-            f"tdp prove --layouts this: {text_of(split_axes)} are "
-            f"{math.prod(split_axes.values())} ranks, and "
-            f"{MOST_RANKS} are the most; pass --layouts all, or a list as 'data=2,tensor=2;pipe=2'"
+            f"tdp prove --layouts this: {text_of(split_axes)} are {math.prod(split_axes.values())} "
+            f"ranks, but at most {MOST_RANKS} are allowed; pass --layouts all, or a list as "
+            "'data=2,tensor=2;pipe=2'"
         )
     return [split_axes]
 
@@ -147,7 +147,9 @@ def _listed(layouts: str) -> list[dict[str, int]]:
                 axes[axis] = int(size)
         ranks = math.prod(axes.values())
         if ranks > MOST_RANKS:
-            problems.append(f"{text.strip()!r} has {ranks} ranks, and {MOST_RANKS} are the most")
+            problems.append(
+                f"{text.strip()!r} has {ranks} ranks, but at most {MOST_RANKS} are allowed"
+            )
         elif axes:
             chosen.append(axes)
     if not problems and not chosen:

@@ -69,9 +69,15 @@ def uncounted(plan: Plan) -> str | None:
     settings = getattr(plan.shape, "given", {})
     if parallel.context > 1 and settings.get("sliding_window"):
         return "not counted for a sliding window over parts of a sequence"
-    way: ContextWay | None = getattr(plan.shape, "context_way", None)
-    if parallel.context > 1 and way is not None and way != ContextWay(positions=way.positions):
-        mixing = ", ".join((*way.scanned, *way.gathered)) or "attention over all keys"
+    context_way: ContextWay | None = getattr(plan.shape, "context_way", None)
+    if (
+        parallel.context > 1
+        and context_way is not None
+        and context_way != ContextWay(positions=context_way.positions)
+    ):
+        mixing = ", ".join((*context_way.scanned, *context_way.gathered)) or (
+            "attention over all keys"
+        )
         return f"not counted for {mixing} over parts of a sequence"
     return plan.model.uncounted(microbatch(plan, 0))
 
@@ -447,11 +453,11 @@ def _attentions(plan: Plan, rank: int, batch: Microbatch) -> Iterator[CallCount]
     if size == 1:
         return
     number = sum(map(_attends, (plan.pieces[i] for i in plan.pieces_on(coord["pipe"]))))
-    way, attention, a2a_size = attention_of_rank(plan)
+    comm_type, attention, a2a_size = attention_of_rank(plan)
     group, own_index = plan.topology.group(rank, "context"), coord["context"]
     first = own_index - own_index % a2a_size
     block, ring = group[first : first + a2a_size], group[own_index % a2a_size :: a2a_size]
-    for call in exchange_calls(attention, size, way, own_index, a2a_size=a2a_size):
+    for call in exchange_calls(attention, size, comm_type, own_index, a2a_size=a2a_size):
         # also in the recomputed forward, and in that of a reference
         forwards = 1 + batch.recomputed + plan.config.has_reference
         times = number * (forwards if call.is_forward else 1)

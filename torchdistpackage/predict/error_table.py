@@ -241,8 +241,8 @@ def _memory() -> str:
         "| run | use | allocated | predicted | error | reserved | predicted | error | kinds |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    found = compare_memory()
-    for each in found:
+    comparisons = compare_memory()
+    for each in comparisons:
         row, error = each.row, each.allocated_error
         shown = (f"{k} {v:.3g}" for k, v in each.kinds.items() if v >= each.allocated / 100)
         cells = (
@@ -258,7 +258,7 @@ def _memory() -> str:
         )
         lines.append(f"| {' | '.join(cells)} |")
     for key, text in MEMORY_SOURCES.items():
-        rows = [each for each in found if each.row.source == key]
+        rows = [each for each in comparisons if each.row.source == key]
         parts = [
             _mean_and_worst("allocated", [x.allocated_error for x in rows]),
             _mean_and_worst("reserved", [x.reserved_error for x in rows if x.row.use == "fit"]),

@@ -41,14 +41,19 @@ def iteration_seconds(
     blocks = max(round(sizes.layers / x.pipe), 1)
     parameters = tuple(block_matrices(sizes, x)) * blocks
     sharers = x.sharers if x.zero else 1
-    whole = [sum(_whole_seconds(device, m) for m in matrices) for matrices, _ in parameters]
+    seconds_of_whole = [
+        sum(_whole_seconds(device, m) for m in matrices) for matrices, _ in parameters
+    ]
     if x.tensor == 1:
         # an owner has whole parameters: no rank less than the largest one
-        return max(sum(whole) / sharers, max(whole))
+        return max(sum(seconds_of_whole) / sharers, max(seconds_of_whole))
     split = [i for i, (_, is_split) in enumerate(parameters) if is_split]
     works = tuple(parameters[i] for i in split[: max(len(split) // sharers, 1)])
     chosen = iterated_together(works, x.tensor, _ITEM_BYTES, x.muon_exchange)
-    copied = sum(whole[i] for i, (_, is_split) in enumerate(parameters) if not is_split) / sharers
+    copied = (
+        sum(seconds_of_whole[i] for i, (_, is_split) in enumerate(parameters) if not is_split)
+        / sharers
+    )
     owned = [sum(_whole_seconds(device, m) for m in w[0]) for w in works]
     alone = [owned[i] for i in range(len(works)) if i not in chosen]
     moved = sum(m.elements for i, w in enumerate(works) if i not in chosen for m in w[0])

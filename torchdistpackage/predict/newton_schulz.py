@@ -94,12 +94,12 @@ def split_dim(layout: Layout) -> int | None:
 def matrices_of(layout: Layout, count: int) -> Parameter:
     """Return the matrices of a parameter. layout: of one of `count` stacked ones."""
     dim, (rows, columns), (fused, lengths) = split_dim(layout), layout.shape[-2:], fused_dim(layout)
-    found: list[SplitMatrix] = []
+    matrices: list[SplitMatrix] = []
     for length in lengths or (layout.shape[fused],):
         sides = (length, columns) if fused == -2 else (rows, length)
         along, across = sides if dim == -2 else sides[::-1]
-        found.append(SplitMatrix(count, along, across))
-    return tuple(found)
+        matrices.append(SplitMatrix(count, along, across))
+    return tuple(matrices)
 
 
 @lru_cache(maxsize=256)

@@ -57,7 +57,7 @@ def plotly_script() -> str:
         return (files("plotly") / "package_data" / "plotly.min.js").read_text("utf-8")
     except (ModuleNotFoundError, FileNotFoundError) as error:
         raise ConfigError(
-            f"a report needs plotly, which is not there ({error}); "
+            f"a report needs plotly, which cannot be imported ({error}); "
             'pip install "torchdistpackage[report]"'
         ) from error
 

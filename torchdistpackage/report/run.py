@@ -226,7 +226,7 @@ def _rows(run: Run, reader: RowReader, absent: str) -> list[Row]:
     if torn or reader.is_cut:
         torn += reader.is_cut
         lines = "a line is" if torn == 1 else f"{torn} lines are"
-        run.notes.append(f"{name}: {lines} torn or no row, and left out")
+        run.notes.append(f"{name}: {lines} cut off or invalid, and left out")
     if not rows:
         run.notes.append(f"{name} has no rows: {absent}")
     return rows
@@ -239,7 +239,7 @@ def _events(run: Run) -> list[RunEvent]:
         run.notes.append(str(error))
         return []
     if torn:
-        run.notes.append(f"events.jsonl: {torn} lines are torn or no event, and left out")
+        run.notes.append(f"events.jsonl: {torn} lines are cut off or invalid, and left out")
     if not events:
         run.notes.append("events.jsonl has no events: an older version, or it has not started yet")
     return events

@@ -54,7 +54,8 @@ def build_data(plan: Plan) -> DataSource:
         if not isinstance(source, DataSource):
             raise DataError(
                 f"data.target {section.target} returned a {type(source).__name__} without a "
-                f"batch(...) method; see data.source.DataSource"
+                "batch(...) method; give it one, as torchdistpackage/data/source.py says of "
+                "DataSource"
             )
         return source
     train = _training(plan)

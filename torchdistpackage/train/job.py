@@ -152,8 +152,8 @@ def _codes_of_ranks(
     The server that forks them stays, so none of them waits for imports.
     """
     # what starts again in a job has a number of its own, which its script gives
-    left = 0 if "TDP_RESTART" in env else config.launch.requeue.in_job_restarts
-    before: Decision | None = None
+    restarts_left = 0 if "TDP_RESTART" in env else config.launch.requeue.in_job_restarts
+    last_decision: Decision | None = None
     with ForkServer(PRELOAD) as server:
         while True:
             try:
@@ -170,13 +170,15 @@ def _codes_of_ranks(
                 step = next((row["step"] for row in last_rows(files.run / METRICS)), 0)
                 reason = str(error).partition("\n")[0]
                 note_event(files.run, END, step, word="failed", reason=reason)
-                left = 0 if isinstance(error, SignalledError) else left
-                decided = decide_in_job(f"after step {step}: {reason}", before, starts_left=left)
+                restarts_left = 0 if isinstance(error, SignalledError) else restarts_left
+                decided = decide_in_job(
+                    f"after step {step}: {reason}", last_decision, starts_left=restarts_left
+                )
                 if decided.word is not RequeueDecision.AGAIN:
                     error.add_note(how_to_go_on(files.run / CHECKPOINTS, step))
                     raise
                 sys.stdout.write(f"{error}\n{decided}\n")
-            before, left, resume = decided, left - 1, "auto"
+            last_decision, restarts_left, resume = decided, restarts_left - 1, "auto"
             env["TDP_RESTART"] = str(int(env.get("TDP_RESTART", "0")) + 1)
 
 

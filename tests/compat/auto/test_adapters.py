@@ -233,7 +233,7 @@ def test_adapters_behind_the_split_are_refused():
     for model in (split, outer):  # as it was: nothing replaced, nothing frozen
         before = [(name, type(module)) for name, module in split.named_modules()]
         needs = [p.requires_grad for p in split.parameters()]
-        with pytest.raises(LayoutError, match="call get_peft_model on the model as it was"):
+        with pytest.raises(LayoutError, match="call get_peft_model on the unsplit model"):
             wrapped(model, LoraConfig(target_modules=["q_proj", "o_proj", "lm_head"]))
         assert [(name, type(module)) for name, module in split.named_modules()] == before
         assert [p.requires_grad for p in split.parameters()] == needs

@@ -114,7 +114,7 @@ def nothing() -> None:
     ("build", "layouts", "said"),
     [
         (planted.build, [], "no layout has several ranks"),
-        (planted.build, [{"data": 4, "tensor": 4}], "16 ranks, and 8 are allowed"),
+        (planted.build, [{"data": 4, "tensor": 4}], "16 ranks, but at most 8 are allowed"),
         (planted.build, [{"data": 0}], "data=0 is not a number of ranks"),
         (nothing, [{"data": 2}], "return a ParityModel"),
     ],

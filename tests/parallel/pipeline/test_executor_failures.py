@@ -150,7 +150,7 @@ def in_place_later() -> None:
     in_place = True
     with pytest.raises(RuntimeError, match="leaf Variable") as caught:
         executor.run(forward)
-    assert "stage 1 did not change its input in place" in caught.value.__notes__[0]
+    assert "stage 1 changes its input in place" in caught.value.__notes__[0]
 
 
 def test_a_stage_that_begins_to_work_in_place_later_is_told(ranks):

@@ -39,7 +39,7 @@ def read_safetensors(path: Path) -> TensorSource:
     """
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:
-        raise CheckpointError(f"{path} has no safetensors file; name a folder that has one")
+        raise CheckpointError(f"{path} has no safetensors file; name a folder that has such files")
     file_of: dict[str, TensorFile] = {}
     for file in files:
         mapped = _mapped(file)

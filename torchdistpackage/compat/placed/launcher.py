@@ -96,11 +96,13 @@ def _problems(
     if not isinstance(devices, Sized):
         problems.append(f"devices must be a list with at least one device, not {devices!r}")
     if not isinstance(seed, int):
-        problems.append(f"seed={seed!r}: an integer")
+        problems.append(f"seed is {seed!r}; give an integer")
     if num_procs is not None and (not isinstance(num_procs, int) or num_procs < 1):
-        problems.append(f"num_procs={num_procs!r}: 1 or more, or None for one a device")
+        problems.append(
+            f"num_procs is {num_procs!r}; give 1 or more, or None for one process for each device"
+        )
     if timeout_s is not None and (not isinstance(timeout_s, int | float) or not timeout_s > 0):
-        problems.append(f"timeout_s={timeout_s!r}: seconds above 0, or None")
+        problems.append(f"timeout_s is {timeout_s!r}; give seconds above 0, or None")
     return problems
 
 

@@ -182,11 +182,12 @@ def propose(
     problems = [
         text
         for text, wrong in (
-            (f"memory_gb={memory_gb!r}: gigabytes above 0, one number or one a place", not memory
+            (f"memory_gb={memory_gb!r}; give gigabytes above 0, one number or one for each "
+            "place", not memory
              or not all(isinstance(gb, int | float) and 0 < gb < float("inf") for gb in memory)),
-            (f"{len(memory)} values of memory_gb for {num_places} places",
+            (f"{len(memory)} values of memory_gb for {num_places} places; give one for each",
              num_places not in (None, len(memory))),
-            (f"repeats={repeats}: 1 or more", repeats < 1),
+            (f"repeats={repeats} calls; measure 1 or more", repeats < 1),
         )
         if wrong
     ]  # fmt: skip

@@ -123,8 +123,8 @@ def twins_of(value: Any, devices: Sequence[torch.device], heads: CacheHeads) -> 
         _mirror(value, twins)
     if len(twins) != len(devices):
         raise LayoutError(
-            f"a {type(value).__name__} of {len(twins)} shards came to a module of {len(devices)}; "
-            f"pass a cache to the model that made it"
+            f"a {type(value).__name__} of {len(twins)} shards was passed to a module of "
+            f"{len(devices)} shards; pass a cache to the model that made it"
         )
     return twins
 

@@ -94,8 +94,8 @@ class RecordedCall(NamedTuple):
 
     @property
     def _towards(self) -> str:
-        way = "to" if self.operation == "send" else "from"
-        return "" if self.peer is None else f" {way} rank {self.peer}"
+        preposition = "to" if self.operation == "send" else "from"
+        return "" if self.peer is None else f" {preposition} rank {self.peer}"
 
     @property
     def _group(self) -> str:

@@ -84,8 +84,8 @@ def checked(layouts: Iterable[Axes], most_ranks: int) -> list[dict[str, int]]:
             ranks *= size
         if ranks > most_ranks:
             raise ValueError(
-                f"{text_of(axes)} has {ranks} ranks, and {most_ranks} are allowed here; two ranks "
-                f"an axis show what more would"
+                f"{text_of(axes)} has {ranks} ranks, but at most {most_ranks} are allowed here; "
+                "two ranks on an axis show what more would"
             )
         if ranks > 1:
             problems.append({axis: size for axis, size in axes.items() if size > 1})

@@ -177,7 +177,10 @@ def _lost_job(script: Path, since_s: float, noted: Sequence[str], runner: Runner
     """
     ran = runner(_SQUEUE)
     if ran.code != 0:
-        raise LaunchError(f"squeue cannot say whether {script} was submitted: {ran.why}")
+        raise LaunchError(
+            f"squeue cannot say whether {script} was submitted: {ran.why}; try again once it "
+            "answers"
+        )
     noted_ids, jobs = {array_job_id(job) for job in noted}, list[tuple[float, int]]()
     for line in ran.out.splitlines():
         match = re.fullmatch(r"(\d+)\|(\d+)\|(.*)", line.strip())

@@ -233,7 +233,7 @@ def monitor(
 
     while True:
         if (job := target.job()) != history[-1].job:  # it came by itself: the same submission
-            say(f"job {job} goes on where job {history[-1].job} was")
+            say(f"job {job} continues the run of job {history[-1].job}")
             history[-1], first_step = Attempt(job, clock()), target.step() or 0
         try:
             info = query_jobs([job], runner).jobs[job]

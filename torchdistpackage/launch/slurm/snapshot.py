@@ -219,8 +219,8 @@ def _listed(folder: Path, root: Path, patterns: Iterable[str]) -> Iterator[str]:
                 clean = Path(os.path.normpath(file))
                 if not clean.is_relative_to(root):
                     raise LaunchError(
-                        f"launch.slurm.files: {pattern!r} leads out of {root}; what lies outside "
-                        f"is found by its own path, and is not copied"
+                        f"launch.slurm.files: {pattern!r} leads out of {root}; remove it: files "
+                        "outside are not copied, and the job finds them by their own paths"
                     )
                 yield clean.relative_to(root).as_posix()
 

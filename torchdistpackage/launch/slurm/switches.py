@@ -112,7 +112,8 @@ def parse_switches(text: str, source: str) -> SwitchTree:
         _read_line(parsed, line, words)
     if not parsed.switches:
         raise ConfigError(
-            f"{source} names no switch and no block; its lines begin with SwitchName= or BlockName="
+            f"{source} names no switch and no block; give lines that begin with SwitchName= or "
+            "BlockName="
         )
     _aggregate(parsed)
     _find_parents(parsed)

@@ -127,6 +127,6 @@ def check_is_alone(module: Any, adapters: dict[str, Any]) -> None:
         kinds = {adapter: config.peft_type.value for adapter, config in adapters.items()}
         raise LayoutError(
             f"adapters {kinds} were put into the layers of {type(module).__name__}, which is "
-            f"split, so that each shard has others; call get_peft_model on the model as it was, "
-            f"then tensor_parallel"
+            "split, so each shard has different ones; call get_peft_model on the unsplit model, "
+            "then tensor_parallel"
         )

@@ -161,7 +161,7 @@ def choose(
     parts = SequenceOrder(attention.seq_len, size, order).parts
     block_size = default_a2a_size(size, *heads, ranks_per_node)
     costs: dict[str, tuple[float, int]] = {}
-    for way, spec in EXCHANGES.items():
+    for name, spec in EXCHANGES.items():
         a2a_size = spec.swap_size(size, block_size)
         if spec.swap == "blocks" and not 1 < a2a_size < size:
             continue
@@ -172,9 +172,9 @@ def choose(
         wait_s, calls = spec.time(inputs)
         swap_link = machine.node if spec.swap == "blocks" else link
         swap_s = 2 * _swapped(attention, parts, a2a_size) / swap_link
-        costs[way] = swap_s + wait_s + machine.call_s * calls, a2a_size
-    best = min(costs, key=lambda way: costs[way][0])
-    times = ", ".join(f"{way} {s * 1e3:.3g}" for way, (s, _) in costs.items())
+        costs[name] = swap_s + wait_s + machine.call_s * calls, a2a_size
+    best = min(costs, key=lambda name: costs[name][0])
+    times = ", ".join(f"{name} {s * 1e3:.3g}" for name, (s, _) in costs.items())
     where = f"nodes of {ranks_per_node}" if crosses else "one node"
     reason = (
         f"{best} for {attention.seq_len} positions, {attention.heads} heads "

@@ -107,12 +107,12 @@ def attending(sequence: ContextSequence | None, position_ids: Tensor | None) -> 
 
     position_ids (B, S): positions of the full sequence, from 0 in each document.
     """
-    before = getattr(_FORWARD, "now", None)
+    outer = getattr(_FORWARD, "now", None)
     _FORWARD.now = sequence, position_ids
     try:
         yield
     finally:
-        _FORWARD.now = before
+        _FORWARD.now = outer
 
 
 def inputs_of(
@@ -161,7 +161,7 @@ def _attend(
         if others.get(name) is not None:
             raise LayoutError(
                 f"{type(module).__name__} asks for {name}, which attention over parts of a "
-                f"sequence has not; set parallel.context to 1"
+                "sequence does not have; set parallel.context to 1"
             )
     documents = None
     if attention_mask is not None:
@@ -250,10 +250,10 @@ class _SeesSequence:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         sequence: ContextSequence = self.__dict__[SEQUENCE]
-        given = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor) and x.dim() >= 2]
+        tensors = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor) and x.dim() >= 2]
         sizes = [x for x in (*args, *kwargs.values()) if _is_shape(x)]
-        hidden = (x.shape for x in given if x.dim() == 3 and x.is_floating_point())
-        samples, num, *_ = next(hidden, given[0].shape if given else sizes[0])
+        hidden = (x.shape for x in tensors if x.dim() == 3 and x.is_floating_point())
+        samples, num, *_ = next(hidden, tensors[0].shape if tensors else sizes[0])
         size = sequence.group.size()
         swaps = self.__dict__[_SWAPS] and samples % size == 0 and not sizes
         total = num * size

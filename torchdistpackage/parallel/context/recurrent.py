@@ -66,9 +66,9 @@ def _scan_chunks(sequence: ContextSequence, original: Original, arguments: Argum
     # as the function does it: in float32 from here
     decays = (dt.clamp(low, high).float() * arguments["A"].float()).cumsum(1)
     total = decays[:, -1].exp()[..., None, None]
-    before = states_before(total, state.float(), torch.mul, sequence, segments)
+    states_at_start = states_before(total, state.float(), torch.mul, sequence, segments)
     c = folded["C"].float()
-    heads = before.unflatten(1, (c.shape[2], -1))  # those of a group read one C
+    heads = states_at_start.unflatten(1, (c.shape[2], -1))  # those of a group read one C
     added = torch.einsum("blgn,bghpn->blghp", c, heads).flatten(2, 3) * decays.exp()[..., None]
     return unfold(out + added.to(out.dtype), 1, segments)
 
@@ -90,16 +90,16 @@ def _scan_channels(sequence: ContextSequence, original: Original, arguments: Arg
     # in float32, as the kernel keeps its state
     sums, a = dt.float().cumsum(2), arguments["A"].float()
     total = (a * sums[:, :, -1:]).exp()
-    before = states_before(total, state.float(), torch.mul, sequence, segments)
+    states_at_start = states_before(total, state.float(), torch.mul, sequence, segments)
     # its exponentials are as many as states of all tokens: not kept for the backward
-    added = checkpoint(_read_channels, folded["C"], a, sums, before, use_reentrant=False)
+    added = checkpoint(_read_channels, folded["C"], a, sums, states_at_start, use_reentrant=False)
     out = unfold(out + added.to(out.dtype), 2, segments)
     return out if (z := arguments.get("z")) is None else out * F.silu(z)
 
 
-def _read_channels(c: Tensor, a: Tensor, sums: Tensor, before: Tensor) -> Tensor:
+def _read_channels(c: Tensor, a: Tensor, sums: Tensor, states_at_start: Tensor) -> Tensor:
     decays = (a[:, None] * sums[..., None]).exp()
-    return torch.einsum("bnl,bdln,bdn->bdl", c.float(), decays, before)
+    return torch.einsum("bnl,bdln,bdn->bdl", c.float(), decays, states_at_start)
 
 
 def _apply_delta_rule(
@@ -125,16 +125,16 @@ def _apply_delta_rule(
     )
     out, reads = out.split((columns, width), -1)
     state, total = state.split((columns, width), -1)
-    before = states_before(total, state, torch.matmul, sequence, segments)
-    added = torch.einsum("blhk,bhkv->blhv", reads.to(before.dtype), before)
+    states_at_start = states_before(total, state, torch.matmul, sequence, segments)
+    added = torch.einsum("blhk,bhkv->blhv", reads.to(states_at_start.dtype), states_at_start)
     return unfold(out + added.to(out.dtype), 1, segments), None
 
 
 def _refuse_states(arguments: Arguments, initial: str, final: str) -> None:
     if arguments.get(initial) is not None or arguments.get(final):
         raise LayoutError(
-            f"a recurrent layer is given {initial} or asked for its final state, as with a cache, "
-            f"where ranks share the sequence; set parallel.context to 1"
+            f"a recurrent layer gets {initial} or must return its final state, as with a cache, "
+            "but ranks share the sequence; set parallel.context to 1"
         )
 
 
@@ -183,12 +183,12 @@ class _ScansSequence:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # until the call is over, also where a backward computes it again, in a thread of its own
-        before = getattr(_RUNNING, "sequence", None)
+        outer = getattr(_RUNNING, "sequence", None)
         _RUNNING.sequence = self.__dict__[SEQUENCE]
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         finally:
-            _RUNNING.sequence = before
+            _RUNNING.sequence = outer
 
     def __reduce_ex__(self, protocol: object) -> tuple:
         return _new_scanning, (type(self).__bases__[1],), vars(self)
@@ -235,8 +235,10 @@ def _of_states_before(
     token = torch.arange(1, length + 1, device=projected.device)[:, None, None]
     state = torch.einsum("blhk,blhv->bhkv", key * (slope * (token - length)).exp(), value)
     decay = (-slope * length).exp()[..., None].expand(len(projected), -1, -1, -1)
-    before = states_before(decay.to(state.dtype), state, torch.mul, sequence, segments)
-    return torch.einsum("blhk,bhkv->blhv", query * (-slope * token).exp(), before).flatten(2)
+    states_at_start = states_before(decay.to(state.dtype), state, torch.mul, sequence, segments)
+    return torch.einsum("blhk,bhkv->blhv", query * (-slope * token).exp(), states_at_start).flatten(
+        2
+    )
 
 
 def _decays(kind: type[nn.Module]) -> bool:

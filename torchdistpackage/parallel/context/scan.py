@@ -73,10 +73,10 @@ def states_before(
         return d.reshape(*shape, *decay.shape[1:]), s.reshape(*shape, *state.shape[1:])
 
     if takes_steps(order):
-        before = _by_steps(packed, pair, times, order, sequence.group)
+        packed_states = _by_steps(packed, pair, times, order, sequence.group)
     else:
-        before = _by_gathering(packed, pair, times, order, sequence.group)
-    return before.transpose(0, 1).flatten(0, 1)
+        packed_states = _by_gathering(packed, pair, times, order, sequence.group)
+    return packed_states.transpose(0, 1).flatten(0, 1)
 
 
 def takes_steps(order: SequenceOrder) -> bool:
@@ -98,16 +98,16 @@ def _by_gathering(
     """Gather the pairs of all segments, and combine those before this rank's."""
     decays, states = pair(collectives.all_gather(packed.contiguous(), 0, group))
     rows = [r.start for ranges in _chunks(order) for r in ranges]  # the segment of each row
-    own = [r.start for r in _chunks(order)[group.rank()]]
+    own_starts = [r.start for r in _chunks(order)[group.rank()]]
     # zeros that autograd knows to come of the gather: each rank is to run its backward
     state = states[:0].sum(0)
     before: dict[int, Tensor] = {}
-    for segment in range(max(own) + 1):
+    for segment in range(max(own_starts) + 1):
         before[segment] = state
-        if segment < max(own):
+        if segment < max(own_starts):
             row = rows.index(segment)
             state = times(decays[row], state) + states[row]
-    return torch.stack([before[segment] for segment in own])
+    return torch.stack([before[segment] for segment in own_starts])
 
 
 def _by_steps(
@@ -171,11 +171,11 @@ def _routes(
     pieces = [[p for each in ranges for p in _pieces(each, order)] for ranges in wanted]
     sent = [[(at, n) for owner, at, n in each if owner == index] for each in pieces]
     to = tuple(sum(n for _, n in each) for each in sent)
-    own = pieces[index]
-    came = tuple(sum(n for o, _, n in own if o == rank) for rank in range(order.size))
+    own_piece = pieces[index]
+    came = tuple(sum(n for o, _, n in own_piece if o == rank) for rank in range(order.size))
     starts = list(accumulate(came, initial=0))
     parts: list[tuple[int | None, int]] = []
-    for owner, _, n in own:
+    for owner, _, n in own_piece:
         if owner is None:
             parts.append((None, n))
         else:
@@ -186,10 +186,12 @@ def _routes(
 
 def _pieces(wanted: range, order: SequenceOrder) -> list[_Piece]:
     """Return the pieces of a range of positions, in their order."""
-    before = min(max(-wanted.start, 0), len(wanted))
-    pieces: list[_Piece] = [(None, 0, before)] if before else []
-    held = [(r, owner, at) for owner, each in enumerate(_chunks(order)) for r, at in _offsets(each)]
-    for chunk, owner, at in sorted(held, key=lambda x: x[0].start):
+    num_before = min(max(-wanted.start, 0), len(wanted))
+    pieces: list[_Piece] = [(None, 0, num_before)] if num_before else []
+    ranges = [
+        (r, owner, at) for owner, each in enumerate(_chunks(order)) for r, at in _offsets(each)
+    ]
+    for chunk, owner, at in sorted(ranges, key=lambda x: x[0].start):
         start, stop = max(wanted.start, chunk.start), min(wanted.stop, chunk.stop)
         if start < stop:
             pieces.append((owner, at + start - chunk.start, stop - start))

@@ -106,8 +106,8 @@ class StageRunner:
         except RuntimeError as error:
             if "leaf Variable" in str(error):
                 error.add_note(
-                    f"stage {self.stage} did not change its input in place in the first run, and "
-                    f"does for microbatch {m}; let it do so in every run, or never"
+                    f"stage {self.stage} changes its input in place for microbatch {m}, but did "
+                    "not in the first run; change it in every run, or never"
                 )
             raise
 

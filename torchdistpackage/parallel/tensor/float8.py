@@ -99,7 +99,7 @@ def use_float8(module: nn.Module, device: torch.device, recipe: str = "linear") 
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise ConfigError(
-            f"precision.fp8=linear: {name} has no float8 products (compute capability "
+            f"precision.fp8=linear: {name} has no float8 matmuls (compute capability "
             f"{torch.cuda.get_device_capability(device)}, needed {CAPABILITY}); set fp8 to off"
         )
     _check_features(layers)

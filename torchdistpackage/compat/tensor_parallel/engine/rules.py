@@ -95,7 +95,8 @@ class Config:
                 continue
             if is_legacy:
                 LOG.warning(
-                    "the state rule %r is a function; a StateAction can also be joined again",
+                    "the state rule %r is a function, which cannot join shards again; use a "
+                    "StateAction to save whole weights",
                     text_of(pattern),
                 )
             self.state_rules[compiled_pattern] = action
