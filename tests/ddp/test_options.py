@@ -28,7 +28,7 @@ DDP = [
     ({"reduce_dtype": "bf16"}, "reduce_dtype is 'bf16'; give a torch.dtype of floats, or None"),
     (
         {"reduce_dtype": torch.bfloat16, "comm_hook": bf16_compress},
-        "reduce_dtype is torch.bfloat16, but gradients travel as comm_hook .* give one of the two",
+        "reduce_dtype is torch.bfloat16, but comm_hook .* decides how gradients are sent; give one",
     ),
 ]
 ZERO = [
