@@ -234,9 +234,9 @@ def _state(
         is_part = tensor.ndim > 0 and tensor.shape == param.shape
         if tensor.ndim and not is_part and not is_whole(layout, param):
             raise CheckpointError(
-                f"optimizer state {name} has shape {tuple(tensor.shape)}, its parameter "
-                f"{tuple(param.shape)} and is split over ranks; use an optimizer whose state has "
-                "the parameter's shape or is scalar"
+                f"optimizer state {name} has shape {tuple(tensor.shape)}, but its parameter has "
+                f"shape {tuple(param.shape)} and is split over ranks; use an optimizer whose state "
+                "has the parameter's shape or is scalar"
             )
         yield (topology_rank.part if is_part else topology_rank.kept)(
             layout.named(name), shard, tensor

@@ -49,7 +49,8 @@ def merged(options: Iterable[GroupOptions]) -> GroupOptions:
 def nccl_options(options: GroupOptions, timeout_s: float) -> Any:
     """Return torch's options object for a group over NCCL; None if its defaults suffice.
 
-    timeout_s: of the group's operations. torch warns if the object has another one.
+    timeout_s: time limit of the group's operations, because torch warns if this object has another
+        one.
     """
     if options == GroupOptions():
         return None

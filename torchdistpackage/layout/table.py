@@ -92,7 +92,7 @@ class SplitTable:
 
     partial: layouts, by name, of unsplit parameters whose gradient is a partial sum on each rank.
     experts: for modules that hold the matrices of many experts as parameters, the layouts of all
-        their parameters. Of a bias that no axis cuts each rank adds its share.
+        their parameters. Each rank adds its share of a bias that no axis cuts.
     dropouts: dropout layers whose activations are split, so each rank draws its own mask.
     """
 

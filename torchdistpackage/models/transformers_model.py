@@ -243,11 +243,12 @@ def _materialize(
 def load_weights(built: "TransformersStage", folder: str | Path) -> None:
     """Overwrite the parameters of a stage, but for adapters, with those of `folder`.
 
-    File by file; of each tensor a rank reads its own shard. Values are converted to the parameters'
-    type.
+    It reads file by file, and only this rank's shard of each tensor. Values are converted to the
+    parameters' type.
 
     Raises:
-        CheckpointError: the folder has not exactly the weights of this model, as `open_folder`.
+        CheckpointError: the folder does not have exactly the weights of this model, as in
+            `open_folder`.
     """
     mesh, index = mesh_index_of(built._group, built.axis)
     device = next(p.device for p in built.parameters() if not p.is_meta)

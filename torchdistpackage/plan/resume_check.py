@@ -1,7 +1,7 @@
 """Check the checkpoint that a run would resume from, before any rank starts. No torch.
 
-Only manifests and sizes are read here. Ranks check the rest, each when it has made its part of the
-model, and what they refuse is a failure of theirs.
+Only manifests and sizes are read here. Ranks check the rest, each once it has made its part of the
+model; a rank that refuses it fails.
 """
 
 from collections.abc import Mapping

@@ -138,5 +138,5 @@ def attention_seconds(
 
 
 def launches(count: float) -> float:
-    """Return the seconds between so many kernels."""
+    """Return the seconds that launching `count` kernels takes."""
     return count * LAUNCH_S

@@ -209,5 +209,9 @@ def test_buffers_that_no_file_has_are_named(tmp_path):
     with torch.device("meta"):
         empty = transformers.LlamaForCausalLM(model.config).double()
     split = tensor_parallel(empty, ["cpu"] * 2)
-    with pytest.raises(LayoutError, match=r"inv_freq.* are in no file, as buffers that are not"):
+    with pytest.raises(
+        LayoutError,
+        match=r"inv_freq.* are buffers on the meta device, and no "
+        r"file",
+    ):
         load_tensor_parallel(split, tmp_path)

@@ -43,7 +43,8 @@ def label_text(label: int, head: ModelHead) -> str:
 
 
 class LabelReader:
-    """Reads rows of a source with labels. read_texts: reads their texts."""
+    """Reads rows with labels from a source. read_texts: the function that reads the texts of a
+    row."""
 
     def __init__(self, source: TextSource, read_texts: Reader):
         self._source, self._read = source, read_texts

@@ -196,7 +196,8 @@ class Folder:
     def num_reporting(self, *, below: int) -> int:
         """Return how many lower ranks wait for the report or write it, counted up to 3.
 
-        No rank lists the folder for that, because thousands of ranks would list millions of names.
+        No rank lists the folder to find out, because thousands of ranks would list millions of
+        names.
         """
         num = 0
         for rank in range(below):

@@ -149,7 +149,7 @@ def check_none_is_meta(root: nn.Module) -> None:
     tensors = [*root.named_parameters(), *root.named_buffers()]
     if missing := [name for name, tensor in tensors if tensor.is_meta]:
         raise LayoutError(
-            f"{', '.join(missing[:3])} and {len(missing) - 1} more are in no file, as buffers that "
-            f"are not saved, and on the meta device; build the model under "
-            f"accelerate.init_empty_weights(), which leaves buffers alone"
+            f"{', '.join(missing[:3])} and {len(missing) - 1} more are buffers on the meta device, "
+            "and no file has them; build the model under accelerate.init_empty_weights(), which "
+            "leaves buffers alone"
         )

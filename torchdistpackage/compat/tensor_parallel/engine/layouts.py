@@ -2,9 +2,9 @@
 
 A cut into equal runs of a dim, or of equal fused parts, is a layout by its rule. Any other cut that
 deals the places of one dim says for each shard which it holds; a bias that the first shard holds is
-padding on the others. Checkpoints of these load under any number of shards. What a function of the
-user's makes, or numbers that are scaled, are one part behind the other, under a name that says of
-how many; their checkpoints load under that number.
+padding on the others. Checkpoints of these load under any number of shards. Parts that a user's
+function makes, and scaled numbers, are joined one behind the other, under a name that has the
+number of shards; their checkpoints load under that number only.
 """
 
 from collections.abc import Sequence
