@@ -1,6 +1,7 @@
 """The predicted peak of a rank, by kind, beside what ranks hold in a step."""
 
 import json
+import math
 import re
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ from tests.plan.test_traffic import CONFIGS
 from tests.train import embedding_ranks, head_ranks, parity, preference_ranks, test_unpaired
 from tests.train.transformers_ranks import save_model
 from torchdistpackage.config.load import loads
+from torchdistpackage.plan.memory import least_save_bytes
 from torchdistpackage.plan.memory_fit import (
     fit_text,
     largest_micro_batch,
@@ -32,6 +34,8 @@ GPT = [
     *("data.global_batch=8", "pipeline.microbatches=2", "train.steps=4", "optim.warmup_steps=0"),
 ]
 TP, SP, BLOCKS = "tensor=2", "sequence_parallel=true", "train.recompute=blocks"
+OFFLOAD = ("train.recompute=offload", "data.seq_len=128", "data.args={seq_len: 128, vocab: 256}")
+"""Sequences so long that no storage of a block is too small to be copied."""
 LLAMA = ("model.norm=rms", "model.mlp=swiglu", "model.kv_heads=2")
 MOE = ("model.moe.num_experts=4", "model.moe.top_k=2")
 AUTOCAST, BF16 = ("precision.dtype=bf16",), ("precision.dtype=bf16", "precision.weights=bf16")
@@ -64,6 +68,13 @@ MORE = [
     ("data=2", "zero=1", "optim.name=sgd"),
     ("data=2", BLOCKS),
     ("data=2", BLOCKS, *LLAMA, *AUTOCAST),
+    ("data=2", *OFFLOAD, "model.layers=4"),
+    (TP, SP, *OFFLOAD, *LLAMA, *AUTOCAST),
+    ("data=2", "expert=2", *MOE, *OFFLOAD, "model.layers=4"),
+    ("data=2", "zero=3", *OFFLOAD, "model.layers=4"),
+    (*PIPE, *OFFLOAD, "model.layers=8"),
+    (*PIPE, *OFFLOAD, GPIPE, "model.layers=8"),
+    (*PIPE, *OFFLOAD, INTERLEAVED, "model.layers=8"),
     ("data=2", "expert=2", *MOE),
     ("data=2", "expert=2", *MOE, "model.moe.shared_hidden=32"),
     (TP,),
@@ -304,6 +315,19 @@ def in_one_process(*more: str, seq_len: int = 64, batch: int = 8) -> Plan | str:
     return traced(make_plan(parity.config([*run, "model.name=null", *OWN, *more]), 2))
 
 
+def test_a_checkpoint_of_embeddings_has_no_head(tmp_path):
+    run = traced_run(("llama", "data=2", "data.name=embedding"), tmp_path, None)
+    plan = make_plan(parity.config(run), 2)
+    layouts = plan.layouts.values()
+    head = plan.layouts["lm_head.weight"]
+    least, whole = (
+        least_save_bytes(plan.config, layouts, is_trained)
+        for is_trained in (plan.is_trained, plan.config.model.is_trained)
+    )
+    three = 3 * plan.numbers.weights.num_bytes  # the weight and two means
+    assert whole - least == three * math.prod(head.shape)
+
+
 @pytest.mark.full
 def test_the_longest_sequence_and_the_largest_micro_batch_of_a_traced_model_fit_and_no_more():
     plan = in_one_process()
@@ -326,6 +350,8 @@ def test_a_model_that_reads_numbers_is_named():
     reads = "model.target=tests.plan.memory_ranks:reads_numbers"
     found = in_one_process(reads)
     assert isinstance(found, str) and "reads_numbers" in found and ".item()" in found
+    absent = in_one_process("model.target=tests.plan.no_such_file:chain")
+    assert isinstance(absent, str) and "no_such_file" in absent and "PYTHONPATH" in absent
 
 
 BIG = [

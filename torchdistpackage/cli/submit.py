@@ -221,7 +221,7 @@ def _refuse_crowded_folder(plan: Plan, path: str) -> None:
         ConfigErrors: says what is left, and what a checkpoint takes.
     """
     config, world_size = plan.config, plan.topology.world_size
-    num_bytes = least_save_bytes(config, plan.layouts.values())
+    num_bytes = least_save_bytes(config, plan.layouts.values(), plan.is_trained)
     if problem := shortage(config.run.folder.absolute(), num_bytes, world_size + 1):
         text = f"has no room for one checkpoint: {problem}; make room, or name another folder"
         raise ConfigErrors(path, [config.problem("run.dir", text)])

@@ -129,13 +129,16 @@ def memory(
     return MemoryEstimate(weights, gradients, optimizer)
 
 
-def least_save_bytes(config: RunConfig, layouts: Iterable[Layout]) -> int:
-    """Return the bytes of a checkpoint, without headers and what is not trained."""
+def least_save_bytes(
+    config: RunConfig, layouts: Iterable[Layout], is_trained: Callable[[str], bool]
+) -> int:
+    """Return the bytes of a checkpoint, without headers and what is not trained. is_trained: of a
+    parameter's name, as a plan has it."""
     formats = number_formats(config.precision)
     weight, wide = formats.weights, formats.gradients
     num_bytes = 0
     for layout in layouts:
-        if not config.model.is_trained(layout.name):
+        if not is_trained(layout.name):
             continue
         count = math.prod(layout.shape)
         shape = tuple(layout.shape)

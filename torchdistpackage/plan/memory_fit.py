@@ -14,7 +14,7 @@ from torchdistpackage.environment.gpu_sharing import memory_fraction
 from torchdistpackage.models.gpt_layout import GPTShape
 from torchdistpackage.plan.memory import MemoryEstimate
 from torchdistpackage.plan.peak import PeakMemory, flat_memory, peak_memory
-from torchdistpackage.plan.run_plan import Plan, StageLoad, stage_loads
+from torchdistpackage.plan.run_plan import Plan, StageLoad, splits_backward, stage_loads
 from torchdistpackage.plan.step_time import device_of
 from torchdistpackage.text import size_text
 
@@ -32,8 +32,16 @@ def unpredicted_memory(plan: Plan) -> str | None:
     train = plan.config.train
     if train.distill.is_on:
         return "activations are not counted for a run with a teacher (train.distill)"
-    if train.recompute == "offload":
-        return "activations that wait in host memory are not counted (train.recompute: offload)"
+    if train.recompute == "offload" and (plan.traced or needs_trace(plan)):
+        return (
+            "activations that wait in host memory are counted only of our models without a task "
+            "(train.recompute: offload)"
+        )
+    if train.recompute == "offload" and splits_backward(plan.schedule.programs):
+        return (
+            "activations that wait in host memory are not counted where "
+            f"pipeline.schedule={plan.config.pipeline.schedule} splits backwards"
+        )
     is_auto = train.recompute == "auto"
     if is_auto and (plan.traced or needs_trace(plan)):
         return "activations take what train.memory_gb leaves (train.recompute: auto)"

@@ -193,7 +193,9 @@ class _StageBytes:
     """Bytes that one micro-batch of a stage takes.
 
     kept: from its forward to its backward. deferred: from an I to its W, where the backward is
-    split. forward, backward: at the worst moment of each, kept bytes included.
+    split. forward, backward: at the worst moment of each, kept bytes included. latest: of the last
+    block, where blocks wait in host memory. It stays on the device until the next forward, and
+    comes back early, in the backward of what went forward after it.
     """
 
     kept: _Moment
@@ -201,6 +203,7 @@ class _StageBytes:
     forward: _Moment
     backward: _Moment
     is_exact: bool
+    latest: _Moment = _Moment()
 
 
 def _worst(actions: Iterable[Action], stages: dict[int, _StageBytes]) -> tuple[_Moment, _Moment]:
@@ -210,6 +213,9 @@ def _worst(actions: Iterable[Action], stages: dict[int, _StageBytes]) -> tuple[_
         for stage, x in stages.items()
     }
     waiting, deferred = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
+    latest: tuple[int, int] | None = None
+    came_before: dict[tuple[int, int], tuple[int, int] | None] = {}
+    early = set[tuple[int, int]]()
     live = 0.0
     worst, kept = _Moment(), _Moment()
     most = most_kept = 0.0
@@ -220,29 +226,46 @@ def _worst(actions: Iterable[Action], stages: dict[int, _StageBytes]) -> tuple[_
             moment += x.kept.times(waiting[stage]) + x.deferred.times(deferred[stage])
         return moment
 
-    for stage, kind, _ in actions:
+    offloads, nothing = any(x.latest.total for x in stages.values()), _Moment()
+
+    def on_device() -> _Moment:
+        """Return the bytes of blocks that are not on the host: of the latest forward, and early."""
+        if not offloads:
+            return nothing
+        blocks = early if latest is None else {*early, latest}
+        return sum((stages[of_stage].latest for of_stage, _ in blocks), nothing)
+
+    for stage, kind, m in actions:
         if stage not in stages or kind.is_message:
             continue
-        of = stages[stage]
+        of, this = stages[stage], (stage, m)
         activations, own_deferred, forward, besides = bytes_of[stage]
         if kind is ActionKind.F:
             if live + forward > most:
                 most, worst = live + forward, held() + of.forward
             live += activations
             waiting[stage] += 1
+            came_before[this], latest = latest, this
         elif kind.gives_gradient:
-            if live + besides > most:
-                most, worst = live + besides, held() + -of.kept + of.backward
+            early.discard(this)
+            latest = None if latest == this else latest
+            last = on_device()
+            if live + besides + last.total > most:
+                most = live + besides + last.total
+                worst = held() + -of.kept + of.backward + last
             live -= activations
             waiting[stage] -= 1
+            before = came_before.pop(this)
+            if before in came_before:
+                early.add(before)
             if kind is ActionKind.I:
                 live += own_deferred
                 deferred[stage] += 1
         else:
             live -= own_deferred
             deferred[stage] -= 1
-        if live > most_kept:
-            most_kept, kept = live, held()
+        if live + (last := on_device()).total > most_kept:
+            most_kept, kept = live + last.total, held() + last
     return worst, kept
 
 
@@ -262,9 +285,10 @@ def _stage_bytes(
     if of.recomputed:
         unrecomputed = plan.model.layer_numbers(layers, replace(of, recomputed=False))
         again = [_without(absent, x) for x in unrecomputed]
+    if plan.config.train.recompute == "offload":
+        return _offloaded_bytes(plan, layers, numbers, of, on_gpu)
     stream, waiting = _stream_bytes(plan, of), 0.0
-    moe = getattr(plan.shape, "moe", None)
-    experts = 1 if moe is None else -(-moe.num_experts // of.expert)
+    experts = _experts_of_rank(plan, of)
     total, forward, freed = _Moment(), _Moment(), _Moment()
     for layer in numbers:
         total += _kept(layer, of)
@@ -281,9 +305,7 @@ def _stage_bytes(
             now = total + freed + inside + _Moment(temporary=temporary)
             backward = max(backward, now, key=_total)
             inside += -_kept(again[i], of)
-        if "logits" in numbers[unit[0]].kept and getattr(plan.shape, "tied", False) and 0 in layers:
-            # the gradient of a tied head waits for that of the embedding
-            waiting = _weight_bytes(numbers[unit[0]].matmuls[-1], of)
+        waiting += _tied_bytes(plan, layers, numbers[unit[0]], of)
     return _StageBytes(
         total,
         _Moment(sum(_deferred(layer, of) for layer in numbers)),
@@ -291,6 +313,80 @@ def _stage_bytes(
         backward,
         all(layer.is_exact for layer in numbers),
     )
+
+
+def _offloaded_bytes(
+    plan: Plan,
+    layers: Sequence[int],
+    numbers: Sequence[LayerNumbers],
+    of: Microbatch,
+    on_gpu: bool,
+) -> _StageBytes:
+    """Return the bytes of a stage's micro-batch whose blocks wait in host memory, but for those of
+    two blocks: the one that runs, and the one whose copies are on their way."""
+    stream = _stream_bytes(plan, of)
+    experts = _experts_of_rank(plan, of)
+    # the input of the first block stays: that of the stage before, whose gradient is sent back, or
+    # that of the embedding, which looks like a cast of its weight
+    outside = _Moment(stream)
+    forward, before = _Moment(), _Moment()
+    units = _units(numbers)
+    for unit in units:
+        inside = _Moment()
+        for i in unit:
+            inside += _kept(numbers[i], of)
+            temporary = _forward_temporary(numbers[i], of, on_gpu)
+            now = outside + before + inside + _Moment(temporary=temporary)
+            forward = max(forward, now, key=_total)
+        if _is_block(numbers[unit[0]]):
+            before = inside
+        else:
+            outside += inside
+    latest, freed, backward, waiting = before, _Moment(), outside + before, 0.0
+    for at, unit in reversed([*enumerate(units)]):
+        inside = _Moment()
+        for i in unit:
+            inside += _kept(numbers[i], of)
+        is_block = _is_block(numbers[unit[0]])
+        held = inside if is_block else latest
+        if is_block and at and _is_block(numbers[units[at - 1][0]]):
+            for i in units[at - 1]:
+                held += _kept(numbers[i], of)
+        for i in reversed(unit):
+            temporary = stream + waiting + _temporary(numbers[i], of, experts, on_gpu)
+            now = outside + freed + held + _Moment(temporary=temporary)
+            backward = max(backward, now, key=_total)
+            if is_block:
+                held += -_kept(numbers[i], of)
+            else:
+                freed += -_kept(numbers[i], of)
+        waiting += _tied_bytes(plan, layers, numbers[unit[0]], of)
+    return _StageBytes(
+        outside,
+        _Moment(sum(_deferred(layer, of) for layer in numbers)),
+        forward,
+        backward,
+        all(layer.is_exact for layer in numbers),
+        latest,
+    )
+
+
+def _is_block(layer: LayerNumbers) -> bool:
+    """Return whether a layer is a block or half of one, and no end of the model."""
+    return "." in layer.layer
+
+
+def _experts_of_rank(plan: Plan, of: Microbatch) -> int:
+    """Return the number of experts on a rank; 1 without experts."""
+    moe = getattr(plan.shape, "moe", None)
+    return 1 if moe is None else -(-moe.num_experts // of.expert)
+
+
+def _tied_bytes(plan: Plan, layers: Sequence[int], layer: LayerNumbers, of: Microbatch) -> float:
+    """Return the bytes of the gradient of a tied head, which waits for that of the embedding."""
+    if "logits" not in layer.kept or not getattr(plan.shape, "tied", False) or 0 not in layers:
+        return 0.0
+    return _weight_bytes(layer.matmuls[-1], of)
 
 
 def _traced_bytes(plan: Plan, stage: int, of: Microbatch) -> _StageBytes:

@@ -73,6 +73,11 @@ def traced(plan: Plan, places: Sequence[int] = ()) -> Plan | str:
         section = plan.config.model
         name = section.target or section.hf or section.name
         text = str(error).partition("\n")[0][:200]
+        if isinstance(error, ModuleNotFoundError):
+            return (
+                f"activations are not counted: {name} cannot be imported ({text}); run tdp where "
+                f"Python finds it, or name its folder in PYTHONPATH"
+            )
         return (
             f"activations are not counted: {name} does not run without numbers "
             f"({type(error).__name__}: {text}); let its constructor and forward read no values "
