@@ -777,10 +777,18 @@ ROWS: tuple[PublishedStep, ...] = (
         PublishedStep(
             f"mi300x-8b{letter}",
             "check",
-            f"Llama-3 8B, FSDP8, compiled{text}, not tuned",
+            f"Llama-3 8B, FSDP8, compiled{text}",
             "mi300x",
             LLAMA3_8B,
-            _fsdp(8, 8192, 1, recompute="matmuls", loss="fused", float8=bool(text)),
+            _fsdp(
+                8,
+                8192,
+                1,
+                recompute="matmuls",
+                loss="fused",
+                float8=bool(text),
+                weight_bytes=1 if text else 2,
+            ),
             8192 / tokens,
             "O",
         )
