@@ -170,7 +170,7 @@ class SharedFolder:
         final = commit(temporary, saved.manifest(_table(self.group).tensors(files), files))
         if self._keep is not None:
             retain(self.path, self._keep, final, saved.facts.get(BEST_STEP))
-        num_bytes = sum(each.size_bytes for each in files.values())
+        num_bytes = sum(file.size_bytes for file in files.values())
         if problem := shortage(self.path, num_bytes, len(files) + 1):
             log.warning("the next checkpoint does not fit: %s", problem)
 

@@ -67,20 +67,24 @@ def take_snapshot(
     frozen: set[str] = set()
     volatile: set[str] = set()
     entries: dict[str, TensorEntry] = {}
-    for each in saved_tensors(params, topology_rank, optimizer):
-        if each.owned is None:
+    for saved_tensor in saved_tensors(params, topology_rank, optimizer):
+        if saved_tensor.owned is None:
             continue
-        entry = entries.get(each.name, TensorEntry(each.shape, dtype_name(each.dtype), ()))
+        entry = entries.get(
+            saved_tensor.name, TensorEntry(saved_tensor.shape, dtype_name(saved_tensor.dtype), ())
+        )
         pieces = list(entry.pieces)
-        for where, tensor in each.owned:
-            key = f"{each.name}[{len(pieces)}]"
+        for where, tensor in saved_tensor.owned:
+            key = f"{saved_tensor.name}[{len(pieces)}]"
             tensors[key] = tensor
-            if each.is_frozen:
+            if saved_tensor.is_frozen:
                 frozen.add(key)
-            if each.is_buffer or each.is_frozen:  # a forward may move a teacher, say
+            if (
+                saved_tensor.is_buffer or saved_tensor.is_frozen
+            ):  # a forward may move a teacher, say
                 volatile.add(key)
             pieces.append(TensorChunk(file, key, *box_of(where)))
-        entries[each.name] = replace(entry, pieces=tuple(pieces))
+        entries[saved_tensor.name] = replace(entry, pieces=tuple(pieces))
     _refuse_shared(tensors)
     integers: dict[str, int] = {}
     for name, value in extras.items():

@@ -226,23 +226,23 @@ def _table(
     rows: list[Sequence[object]] = [
         ("", "TOKENS/S", "STEP", "GiB", *map(str.upper, AXES), "ZERO", "BATCHES", "ORDER", "PAYS")
     ]
-    for number, each in enumerate(layouts, 1):
-        parallel, pipeline = each.plan.config.parallel, each.plan.config.pipeline
-        rounds = each.plan.rounds
+    for number, layout in enumerate(layouts, 1):
+        parallel, pipeline = layout.plan.config.parallel, layout.plan.config.pipeline
+        rounds = layout.plan.rounds
         batches = f"{rounds} x " * (rounds > 1) + str(pipeline.microbatches)
         order = pipeline.schedule if parallel.pipe > 1 else "-"
-        order += f" {each.choice.chunks}" * (each.choice.chunks > 1)
+        order += f" {layout.choice.chunks}" * (layout.choice.chunks > 1)
         rows.append(
             (
                 number,
-                f"{each.tokens_per_s:,.0f}",
-                seconds_text(each.time.step.total),
-                f"{each.peak_bytes / 2**30:.1f}",
+                f"{layout.tokens_per_s:,.0f}",
+                seconds_text(layout.time.step.total),
+                f"{layout.peak_bytes / 2**30:.1f}",
                 *(getattr(parallel, axis) for axis in AXES),
                 parallel.zero,
                 batches,
                 order,
-                _pays(each),
+                _pays(layout),
             )
         )
     fast = layouts[0].time.step.total
@@ -265,7 +265,7 @@ def _table(
         )
     notes.append("a short run of two or three of them tells which is faster on your cluster")
     lines = [wrap(f"note  {text}", indent=" " * 6) for text in notes]
-    keys = [_keys(number, each, world) for number, each in enumerate(layouts, 1)]
+    keys = [_keys(number, layout, world) for number, layout in enumerate(layouts, 1)]
     return "\n".join(
         [head, wrap(_TRIED), "", text_table(rows, last_left=True), "", *lines, "", *keys]
     )

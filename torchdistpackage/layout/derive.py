@@ -121,7 +121,9 @@ def _spoken(layout: Layout, index: int) -> tuple[int, ...]:
     earlier = {each for ranges in layout.ranges[:index] for each in ranges}
     own_ranges = layout.ranges[index]
     return tuple(
-        i for i, each in enumerate(own_ranges) if each not in earlier and each not in own_ranges[:i]
+        i
+        for i, own_range in enumerate(own_ranges)
+        if own_range not in earlier and own_range not in own_ranges[:i]
     )
 
 
@@ -282,8 +284,8 @@ def _blocks_of(ranks: Iterable[int], dense: Mesh, num_data: int) -> list[tuple[i
     inner = names[names.index("data") + 1 :] if "data" in names else names
     stride = dense.axis_size(*inner)
     blocks: dict[int, list[int]] = {}
-    for each in ranks:
-        blocks.setdefault(each // stride % size // num_data, []).append(each)
+    for rank in ranks:
+        blocks.setdefault(rank // stride % size // num_data, []).append(rank)
     return [tuple(block) for block in blocks.values()]
 
 

@@ -145,10 +145,10 @@ class Layout:
     def _check_ranges(self, extent: int) -> None:
         """Refuse `ranges` that leave elements out, overlap, or follow several axes."""
         ranges = {
-            each
+            index_range
             for index_ranges in self.ranges
-            for each in index_ranges
-            if each[0] < min(each[1], extent)
+            for index_range in index_ranges
+            if index_range[0] < min(index_range[1], extent)
         }
         starts, stops = zip(*sorted(ranges), strict=True) if ranges else ((), ())
         if (0, *stops) != (*starts, extent) or len(self.split_axes) != 1 or any(self.parts):

@@ -102,5 +102,5 @@ def reset_magnitudes(model: nn.Module) -> None:
     for layer in model.modules():
         magnitudes: Any = getattr(layer, "lora_magnitude_vector", None)
         if magnitudes is not None:
-            for each in magnitudes.values():
-                each.reset(layer)
+            for magnitude in magnitudes.values():
+                magnitude.reset(layer)

@@ -242,10 +242,10 @@ def _run_stage(
         y = _forward(rank, stage, x, batch)()
         members = [each for each in tensors_of(y) if each is not None]
         at_end, most = held(live.sizes), sum(held(live.at_peak).values())
-        roots, seeds = [each for each in members if each.requires_grad], None
+        roots, seeds = [member for member in members if member.requires_grad], None
         if not is_last:
             # what is handed on and its gradient are those of messages, which the plan counts
-            seeds = [torch.empty_like(each) for each in roots]
+            seeds = [torch.empty_like(root) for root in roots]
             stay |= {s._cdata for s in storages_of((*members, *seeds))}
         live.reset()
         if roots:  # none before the first adapter
@@ -253,7 +253,7 @@ def _run_stage(
         backward = sum(held(live.at_peak).values())
     kept_bytes = held(at_end)
     loss = _loss_bytes(plan, kept_bytes, len(inputs) * inputs.shape[1]) if is_last else 0
-    stream = 0 if is_last else sum(each.nbytes for each in members)
+    stream = 0 if is_last else sum(member.nbytes for member in members)
     total = sum(kept_bytes.values())
     bytes_of_stage = TracedBytes(total - loss, loss, max(most, total), max(backward, total), stream)
     return bytes_of_stage, None if is_last else map_tensors(y, Tensor.detach)

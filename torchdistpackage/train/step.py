@@ -280,13 +280,16 @@ class Trainer(StagedModel):
     def evaluate_sets(self, stop: Callable[[], bool] | None = None) -> dict[str, float] | None:
         """Return the mean loss over each of `eval_sets`, by name; otherwise like `evaluate`."""
         losses: dict[str, float] = {}
-        for each in self.eval_sets:
+        for eval_set in self.eval_sets:
             means = self._mean_loss(
-                each.num_batches, 1, lambda number, _, each=each: each.batch(number), stop
+                eval_set.num_batches,
+                1,
+                lambda number, _, eval_set=eval_set: eval_set.batch(number),
+                stop,
             )
             if means is None:
                 return None
-            losses[each.name] = means[0]
+            losses[eval_set.name] = means[0]
         return losses
 
     def _mean_loss(

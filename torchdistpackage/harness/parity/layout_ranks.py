@@ -224,7 +224,7 @@ def _full(model: ParityModel, tensor_of: Callable[[Any], Tensor | None]) -> dict
 
     Those of ZeRO's shards are gathered from the ranks that share a parameter.
     """
-    sharded = {each.spec.parameter: each for each in _partitions(model.optimizer)}
+    sharded = {partition.spec.parameter: partition for partition in _partitions(model.optimizer)}
     tensors: dict[str, Tensor] = {}
     for name, p in model.module.named_parameters():
         if p not in sharded:

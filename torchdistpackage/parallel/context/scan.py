@@ -48,7 +48,7 @@ def with_halo(x: Tensor, width: int, sequence: ContextSequence) -> Tensor:
     order = sequence.order(x.shape[-1])
     segments = order.num_chunks // order.size
     starts = [[r.start for r in ranges] for ranges in _chunks(order)]
-    wanted = tuple(tuple(range(s - width, s) for s in each) for each in starts)
+    wanted = tuple(tuple(range(s - width, s) for s in of_rank) for of_rank in starts)
     halo = fetch(x, 2, wanted, order, sequence.group)
     both = (halo.unflatten(-1, (segments, width)), x.unflatten(-1, (segments, -1)))
     return torch.cat(both, -1).movedim(2, 1).flatten(0, 1)
@@ -169,7 +169,7 @@ def _routes(
     gets of each, and where in that what it wants begins (None: zeros), with its length.
     """
     pieces = [[p for each in ranges for p in _pieces(each, order)] for ranges in wanted]
-    sent = [[(at, n) for owner, at, n in each if owner == index] for each in pieces]
+    sent = [[(at, n) for owner, at, n in of_rank if owner == index] for of_rank in pieces]
     to = tuple(sum(n for _, n in each) for each in sent)
     own_piece = pieces[index]
     came = tuple(sum(n for o, _, n in own_piece if o == rank) for rank in range(order.size))

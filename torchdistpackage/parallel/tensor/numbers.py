@@ -198,7 +198,7 @@ def _narrow_weights(batch: Microbatch, matmuls: tuple[Matmul, ...]) -> dict[str,
     """Return the bytes of the weight copies that autocast makes."""
     if batch.stream == batch.products:
         return {}
-    numbers = sum(int(each.n) * int(each.k) for each in matmuls)
+    numbers = sum(int(matmul.n) * int(matmul.k) for matmul in matmuls)
     return {"narrow weights": numbers * ITEM_BYTES[batch.products]}
 
 
