@@ -79,9 +79,8 @@ def take_snapshot(
             tensors[key] = tensor
             if saved_tensor.is_frozen:
                 frozen.add(key)
-            if (
-                saved_tensor.is_buffer or saved_tensor.is_frozen
-            ):  # a forward may move a teacher, say
+            # a forward may move a frozen parameter, such as one of a teacher
+            if saved_tensor.is_buffer or saved_tensor.is_frozen:
                 volatile.add(key)
             pieces.append(TensorChunk(file, key, *box_of(where)))
         entries[saved_tensor.name] = replace(entry, pieces=tuple(pieces))

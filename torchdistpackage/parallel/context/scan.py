@@ -171,11 +171,11 @@ def _routes(
     pieces = [[p for each in ranges for p in _pieces(each, order)] for ranges in wanted]
     sent = [[(at, n) for owner, at, n in of_rank if owner == index] for of_rank in pieces]
     to = tuple(sum(n for _, n in each) for each in sent)
-    own_piece = pieces[index]
-    came = tuple(sum(n for o, _, n in own_piece if o == rank) for rank in range(order.size))
+    own_pieces = pieces[index]
+    came = tuple(sum(n for o, _, n in own_pieces if o == rank) for rank in range(order.size))
     starts = list(accumulate(came, initial=0))
     parts: list[tuple[int | None, int]] = []
-    for owner, _, n in own_piece:
+    for owner, _, n in own_pieces:
         if owner is None:
             parts.append((None, n))
         else:
