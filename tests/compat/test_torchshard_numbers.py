@@ -79,7 +79,7 @@ def numbers() -> None:
             for name, number in NUMBERS.items():
                 if name == "max" and not has_grad:  # the whole's, below
                     continue
-                with pytest.raises(LayoutError, match="of whose dim"):
+                with pytest.raises(LayoutError, match="split along dim"):
                     pytest.fail(f"{name} gave {number(layer(x))}")
     with torch.inference_mode(), pytest.raises(LayoutError, match="mean of a tensor"):
         layer(x).mean()
@@ -182,5 +182,5 @@ def exported() -> list[str]:
 @pytest.mark.own_transport("a graph calls torch's collectives of its own groups")
 def test_layers_are_exported(ranks):
     for mixes, strict in ranks(2).run(exported):
-        assert "of whose dim 1 this rank holds" in mixes
+        assert "split along dim 1 (this rank holds" in mixes
         assert "ParallelLinear has split; leave strict out" in strict

@@ -25,7 +25,10 @@ def parse_init_method(
     try:
         url = urlsplit(method)
     except ValueError as error:
-        raise LaunchError(f"init method {method!r} is not a URL: {error}") from error
+        raise LaunchError(
+            f"init method {method!r} is not a URL: {error}; write "
+            "tcp://HOST:PORT, file://PATH or env://"
+        ) from error
     query = {name.upper(): values[-1] for name, values in parse_qs(url.query).items()}
     arguments = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank}
     settings = {name: str(number) for name, number in arguments.items() if number != -1}

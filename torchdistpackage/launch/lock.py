@@ -153,7 +153,7 @@ def _why_gone(
     if holder is None:
         return silent
     if _precedes(holder, claimant):
-        return "it was an earlier start of the same"
+        return "it was an earlier start of the same job"
     if holder.boot and holder.boot == claimant.boot:
         if holder.namespace == claimant.namespace:
             return "" if started_ticks(holder.pid) == holder.born else "its process is gone"

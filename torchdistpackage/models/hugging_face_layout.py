@@ -232,7 +232,7 @@ def find_tensors(
                 )
             elif has.dtype not in DTYPES:
                 problems.append(
-                    f"{names[key]} is of type {has.dtype}, where one of {DTYPES} is read"
+                    f"{names[key]} is of type {has.dtype}, but only {DTYPES} can be read"
                 )
     if problems:
         if is_causal and (text := other_model(folder)):

@@ -80,10 +80,10 @@ def refusal(name: str, args: Args, kwargs: Kwargs) -> LayoutError:
     cut = cut_of(x)
     assert cut is not None
     return LayoutError(
-        f"{name} of a tensor of shape {tuple(x.shape)}, of whose dim {cut.dim} this rank holds "
-        f"{x.shape[cut.dim]} of {cut.length}: {name} is not one of the operations that leave a "
-        f"split dim alone; call torchshard.distributed.gather(x, {cut.dim}) before, or "
-        f"torchshard.register_parallel_dim(x, None) where this rank's part alone is meant"
+        f"{name} of a tensor of shape {tuple(x.shape)}, which is split along dim {cut.dim} (this "
+        f"rank holds {x.shape[cut.dim]} of {cut.length}): {name} is not one of the operations that "
+        f"leave a split dim alone; call torchshard.distributed.gather(x, {cut.dim}) before, or "
+        "torchshard.register_parallel_dim(x, None) if only this rank's part is meant"
     )
 
 

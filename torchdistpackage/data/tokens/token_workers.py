@@ -116,7 +116,8 @@ class TokenWorkers:
             )
         except (LaunchError, OSError) as error:
             raise DataError(
-                f"{piece.path}: cannot start a process that tokenizes it: {error}"
+                f"{piece.path}: cannot start a process that tokenizes it: {error}; see whether "
+                "this machine has memory and processes left (ulimit -u)"
             ) from error
         if not self._workers:
             self._selector.register(self._server, selectors.EVENT_READ)

@@ -221,8 +221,8 @@ class MoELayer(Marked):
         ranks = [ranks_of(group)[r] for r in bad]
         raise DataError(
             f"{self.name or 'mixture of experts'}: the router's scores are NaN on rank "
-            f"{', '.join(map(str, ranks))}, which says for which token; its tokens go to this "
-            f"rank's experts too"
+            f"{', '.join(map(str, ranks))}, whose error names the token; this rank gets tokens "
+            "from there"
         )
 
     def from_full(self, full: Any) -> "MoELayer":
