@@ -172,7 +172,7 @@ class SharedFolder:
             retain(self.path, self._keep, final, saved.facts.get(BEST_STEP))
         num_bytes = sum(file.size_bytes for file in files.values())
         if problem := shortage(self.path, num_bytes, len(files) + 1):
-            log.warning("the next checkpoint does not fit: %s", problem)
+            log.warning("the next checkpoint does not fit: %s; make room before it is due", problem)
 
 
 _tables: PerGroup[PieceTable] = PerGroup()

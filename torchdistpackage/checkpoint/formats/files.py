@@ -122,7 +122,7 @@ def read_suffixed(path: Path, split_dims: Mapping[str, int] | None = None) -> Te
     if missing := sorted(expected - files.keys()):
         raise CheckpointError(
             f"{path.parent}: {match['stem']} lacks the file of pipe rank {missing[0][0]}, tensor "
-            f"rank {missing[0][1]}"
+            f"rank {missing[0][1]}; copy it there"
         )
     joined: dict[str, tuple[list[Tensor], int | None]] = {}
     for pipe in range(num_pipe):

@@ -47,7 +47,9 @@ def read_names(path: Path) -> tuple[NameRule, ...]:
         # BoundedLoader creates plain values only, within limits: the file may be a stranger's
         lines = yaml.load(read_regular(path, _MAX_BYTES).decode(), BoundedLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{path}: cannot be read as YAML: {error}") from error
+        raise CheckpointError(
+            f"{path}: cannot be read as YAML: {error}; correct the file"
+        ) from error
     if not isinstance(lines, Mapping):
         raise CheckpointError(
             f"{path}: got {str(lines)[:40]!r}; write one line `our name: their name` for each "

@@ -374,7 +374,10 @@ def _root_gradient(content: Content, gradient: Tensor | None) -> tuple[GradTarge
         )
     (x,), (target,) = content.tensors, content.targets
     if target is None:
-        raise RuntimeError("this tensor does not require grad and has no backward")
+        raise RuntimeError(
+            "this tensor does not require grad and has no backward; call backward() on one that "
+            "does"
+        )
     if gradient is None:
         if x.numel() != 1:
             raise RuntimeError(

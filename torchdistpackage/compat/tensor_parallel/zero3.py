@@ -58,7 +58,10 @@ class ShardingManager(nn.Module):
             replicated_param_names = [n for n, _ in shards[0].named_parameters() if n not in cut]
         self.sharded_param_names = tuple(replicated_param_names)
         if not self.sharded_param_names:
-            LOG.warning("there is no parameter to shard: tensor parallelism cuts all of them")
+            LOG.warning(
+                "there is no parameter to shard, because tensor parallelism cuts all of them; "
+                "pass sharded=False"
+            )
             return
         self._places = [places_of(shard, self.sharded_param_names) for shard in shards]
         aliases = {names[0]: names for names in find_tied_weight_aliases(shards[0]).values()}

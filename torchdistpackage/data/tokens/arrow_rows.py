@@ -138,4 +138,6 @@ def _opened(path: Path) -> "Iterator[RecordBatchReader]":
         with memory_map(str(path)) as file, ipc.open_stream(file) as reader:
             yield reader
     except (OSError, ArrowException) as error:
-        raise DataError(f"cannot read {path} as a stream of Arrow: {error}") from error
+        raise DataError(
+            f"cannot read {path} as a stream of Arrow: {error}; save the data set again"
+        ) from error

@@ -609,7 +609,7 @@ def is_unicode(text: str, label: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{label} is not Unicode text: character {error.start} cannot be encoded"
+            f"{label} is not Unicode text: character {error.start} cannot be encoded; remove it"
         ) from error
     return text
 

@@ -38,7 +38,9 @@ def parquet_file(path: Path) -> "Iterator[ParquetFile]":
         with ParquetFile(path) as file:
             yield file
     except (OSError, ArrowException) as error:
-        raise DataError(f"cannot read {path} as parquet: {error}") from error
+        raise DataError(
+            f"cannot read {path} as parquet: {error}; write the file again, or correct data.name"
+        ) from error
 
 
 def parquet_rows(

@@ -73,7 +73,9 @@ class PairReader:
             elif key in ANSWERS and key in value and not value[key]:
                 problems.append(f"{key} is empty")
         if not problems and value[CHOSEN] == value[REJECTED]:
-            problems.append("chosen and rejected are equal, so neither is preferred")
+            problems.append(
+                "chosen and rejected are equal, so neither is preferred; remove this row"
+            )
         if problems:
             raise DataError(f"{where}: {'; '.join(problems)}")
         return self._of_chats(value, where) if is_chat else _of_texts(value, where)

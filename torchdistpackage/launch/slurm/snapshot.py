@@ -288,7 +288,9 @@ def collect(tree: Tree) -> CodeSnapshot:
         digest = _digest((item, item.source) for item in items)
         num_bytes = sum(item.source.lstat().st_size for item in items)
     except OSError as error:
-        raise LaunchError(f"a file of the code cannot be read: {error}") from error
+        raise LaunchError(
+            f"a file of the code cannot be read: {error}; make it readable, or remove it"
+        ) from error
     return CodeSnapshot(tree, tuple(items), digest, num_bytes)
 
 
