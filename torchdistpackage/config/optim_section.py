@@ -53,8 +53,8 @@ class ParamGroupSection(Section):
     )
     weight_decay: k.NotNegativeOrNull = Field(
         default=None,
-        description="Weight decay of those among these parameters that decay at all; null: "
-        "optim.weight_decay.",
+        description="Weight decay of these parameters; biases and "
+        "norms have none even here. null: optim.weight_decay.",
     )
 
     def matches(self, name: str) -> bool:

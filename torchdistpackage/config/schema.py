@@ -579,7 +579,7 @@ class RequeueSection(Section):
 
     mode: k.RequeueMode = Field(
         default="requeue",
-        description="How the run goes on after its job was stopped, by the time limit for one: "
+        description="What happens after the job was stopped, for example by its time limit: "
         "requeue puts the same job back in the queue, chain submits a new job that depends on it, "
         "never does neither.",
     )

@@ -346,7 +346,8 @@ def run_on(
         if isinstance(leaf, Tensor):
             raise PlacementError(
                 f"{name} on {place}: Tensor must be wrapped in DeviceManagedTensor: an argument of "
-                f"shape {tuple(leaf.shape)} has no place; give F(tensor), made under one"
+                f"shape {tuple(leaf.shape)} has no place; pass F(tensor), called inside `with "
+                "F.under(place)`"
             )
         if leaf._program is not program:
             raise PlacementError(
