@@ -189,7 +189,7 @@ def test_names_of_titan_and_stacked_layers_of_megatron_become_ours(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("- a\n", "`ours: theirs`"),
+        ("- a\n", "`our name: their name`"),
         ("a.*: b\n", r"has 1 `\*`, b 0"),
         ("a: 3\n", "got '3'"),
         ("a: [\n", "cannot be read as YAML"),
