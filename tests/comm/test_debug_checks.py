@@ -173,7 +173,7 @@ def nobody_comes() -> list[str]:
 @pytest.mark.late_in_full
 def test_a_rank_that_does_not_come_to_the_comparison_is_said_to_be_missing(ranks):
     collective, message = ranks(3).run(nobody_comes)[0]
-    assert "all_reduce of float32[3, 2]" in collective and "did not come to it" in collective
+    assert "all_reduce of float32[3, 2]" in collective and "did not make the call" in collective
     assert tells(message, "rank 0", "ranks [1]")
 
 

@@ -87,8 +87,8 @@ def test_what_cannot_start_is_refused_before_it_does():
         launch(fails_on_1, ["cpu"] * 3, num_procs=2)
     for options, text in (
         ({"devices": 3}, "must be a list with at least one device, not 3"),
-        ({"num_procs": 0}, "num_procs=0: 1 or more"),
-        ({"seed": "a", "timeout_s": -1}, "seed='a': an integer; timeout_s=-1: seconds above 0"),
+        ({"num_procs": 0}, "num_procs is 0; give 1 or more"),
+        ({"seed": "a", "timeout_s": -1}, "seed is 'a'; .*timeout_s is -1; give seconds above 0"),
         ({"main": None}, "a function of the devices, not None"),
     ):
         with pytest.raises(PlacementError, match=text):
