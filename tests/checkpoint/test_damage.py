@@ -32,7 +32,7 @@ from torchdistpackage.checkpoint.manifest import (
 from torchdistpackage.errors import CheckpointError
 
 SHARD = "rank00000.safetensors"
-LIMIT_S = 20
+LIMIT_S = 120
 
 
 @pytest.fixture(autouse=True)

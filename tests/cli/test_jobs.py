@@ -183,7 +183,7 @@ def test_ctrl_c_ends_the_monitor_and_not_the_job(run: SubmittedRun, slurm: Progr
     assert watching.stdout is not None
     assert "job 7 is RUNNING" in watching.stdout.readline()
     watching.send_signal(signal.SIGINT)
-    _, err = watching.communicate(timeout=20)
+    _, err = watching.communicate(timeout=90)
     assert (watching.returncode, err) == (130, "")
     assert [asked[0] for asked in slurm.asked] == ["squeue"]
 

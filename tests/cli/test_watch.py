@@ -151,7 +151,7 @@ def test_q_leaves_the_page_of_a_terminal(tmp_path: Path):
                 os.read(own, 1 << 16)
             except OSError:
                 break
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=90) == 0
     os.close(own)
     text = said.decode(errors="replace")
     assert "step 200/200" in text and "throughput" in text and "5.0k tokens/s" in text

@@ -299,7 +299,7 @@ def test_who_has_lost_its_lock_ends_and_leaves_the_others(tmp_path):
         assert (held := holder_of(path)) is not None and held.pid == process.pid, "made anew"
         path.unlink()
         left(path)
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=60)
         assert process.returncode == 1 and "on n9" in err
     assert "theirs" in path.read_text()
 

@@ -68,7 +68,7 @@ def test_a_task_ends_when_all_ranks_have_left_word(tmp_path):
         time.sleep(0.3)
         assert process.poll() is None
         leave(tmp_path, 0)
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)
     assert process.returncode == 1
 
 
@@ -77,7 +77,7 @@ def test_a_task_ends_at_once_where_the_run_has_or_its_own_rank_is_to_blame(tmp_p
     if ended:
         (tmp_path / "decision").write_text("finished")
     with begin(tmp_path, LOST if ended else "no such sample") as process:
-        _, err = process.communicate(timeout=15)
+        _, err = process.communicate(timeout=60)
     assert process.returncode == 1 and "2 of 3 ranks" not in err
 
 

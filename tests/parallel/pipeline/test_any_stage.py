@@ -41,7 +41,7 @@ def compare(kinds: tuple[type[nn.Module], ...], one: One, schedule: str, **optio
     mine = {
         s: stage for s, stage in enumerate(made(*kinds)) if s in order.stages_of(dist.get_rank())
     }
-    pipe = Pipeline(mine, schedule=schedule, num_microbatches=3, timeout_s=20, **options)
+    pipe = Pipeline(mine, schedule=schedule, num_microbatches=3, timeout_s=60, **options)
     for _ in range(2):
         for stage in mine.values():
             stage.zero_grad()
@@ -192,7 +192,7 @@ def keywords() -> None:
     expected = squares_of(c(h, shift=shift, table=table), y)
     expected.backward()
     stage = made(*kinds)[dist.get_rank()]
-    pipe = Pipeline(stage, loss=squares_of, num_microbatches=3, whole=["table"], timeout_s=20)
+    pipe = Pipeline(stage, loss=squares_of, num_microbatches=3, whole=["table"], timeout_s=60)
     named = {"scale": scale, "shift": shift, "table": table}
     same(pipe.step(x, targets=y, **named), expected.detach())
     same(stage.weight.grad, truth[dist.get_rank()].weight.grad)
@@ -255,7 +255,7 @@ class Mean(Linear):
 def changing(num_steps: int) -> None:
     tpc.setup_process_groups([("pipe", 2)])
     stage = made(Text, Mean)[dist.get_rank()]
-    pipe = Pipeline(stage, loss=squares_of, num_microbatches=3, dynamic_shapes=True, timeout_s=20)
+    pipe = Pipeline(stage, loss=squares_of, num_microbatches=3, dynamic_shapes=True, timeout_s=60)
     truth = made(Text, Mean)
     for step in range(num_steps):
         num = 7 + 2 * step
@@ -276,7 +276,7 @@ def frozen_and_thawed(schedule: str, dynamic: bool) -> None:
         for stage in stages:
             stage.forward = lambda x, weight=stage.weight: (x @ weight).tanh()
     stage, options = mine[rank], {"dynamic_shapes": dynamic, "schedule": schedule}
-    pipe = Pipeline(stage, loss=squares_of, num_microbatches=3, timeout_s=20, **options)
+    pipe = Pipeline(stage, loss=squares_of, num_microbatches=3, timeout_s=60, **options)
     for step, trains in enumerate([dynamic is False, False, True, False]):
         for stages in (truth, mine):
             stages[0].weight.requires_grad_(trains)

@@ -43,7 +43,7 @@ def recorded() -> list[Span]:
         return out.sum() if stage == 1 else out
 
     schedule = build("1f1b", 2, NUM_MICROBATCHES)
-    executor = Executor(schedule, dist.group.WORLD, device=torch.device("cpu"), timeout_s=20)
+    executor = Executor(schedule, dist.group.WORLD, device=torch.device("cpu"), timeout_s=60)
     executor.run(forward)
     dist.barrier()
     executor.run(forward, record=True)
