@@ -237,6 +237,7 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, help="a fault a line, added to; goes on at its end")
     parser.add_argument("--ranks", type=int, default=4, help="of the run with --minutes")
     parser.add_argument("--pause", type=float, default=0.25, help="seconds that a batch takes")
+    parser.add_argument("--beside", action="store_true", help="compare with a run beside it")
     parser.add_argument("--name", default=f"faults-{os.getpid()}", help="of the cluster")
     options = parser.parse_args()
     if options.minutes is not None:
@@ -247,6 +248,7 @@ def main() -> None:
             options.rows,
             options.ranks,
             options.pause,
+            beside=options.beside,
         )
         print(json.dumps(found, indent=2))
         if options.json is not None:

@@ -2,7 +2,8 @@
 
 Rule: the run is told nothing. A rank drawn by the seed is killed or stopped from outside at drawn
 times, and what counts is how many steps the rows have at the end: the effective training time ratio
-is the time that these steps take undisturbed, as its first 20 s have it, of the time that passed.
+is the time that these steps take undisturbed, as its first 20 s or a run beside it have it, of the
+time that passed.
 Fault number i of a seed is the same in each call, so that a wrong one can be called again.
 """
 
@@ -142,19 +143,25 @@ def soak(
     faults: Path | None = None,
     ranks: int = RANKS,
     pause_s: float = PAUSE_S,
+    *,
+    beside: bool = False,
 ) -> dict[str, float]:
     """Return what came out of `minutes` with a fault about every `every_s` seconds.
 
-    faults: file for a line of each, which the next call with this seed goes on from.
+    faults: file for a line of each, which the next call with this seed goes on from. beside: let an
+    undisturbed run go beside it, whose steps are those that the ratio is of.
     """
     kept = [Fault(**json.loads(x)) for x in lines_of(faults)]
     index = 1 + max((x.index for x in kept if x.seed == seed), default=-1)
     run, orphans, new = Run(ranks, pause_s), 0, list[Fault]()
+    twin: Run | None = None
     try:
+        twin = Run(ranks, pause_s) if beside else None
         first = last_step(run.rows)
         time.sleep(UNDISTURBED_S)
         step_s = UNDISTURBED_S / max(last_step(run.rows) - first, 1)
         began_s, first, num = time.monotonic(), last_step(run.rows), 0
+        twin_first = 0 if twin is None else last_step(twin.rows)
         until_s = began_s + 60 * minutes
         while time.monotonic() < until_s:
             fault = drawn(seed, index, ranks, every_s)
@@ -177,8 +184,12 @@ def soak(
                 orphans += run.end()
                 run, first = Run(ranks, pause_s), 0
         took_s, num = time.monotonic() - began_s, num + last_step(run.rows) - first
+        if twin is not None:
+            step_s = took_s / (last_step(twin.rows) - twin_first)
     finally:
         orphans += run.end()
+        if twin is not None:
+            twin.end()
     cost_s = sum(fault.cost_s for fault in new) / max(len(new), 1)
     return {
         "seed": seed, "minutes": round(took_s / 60, 2), "faults": len(new), "steps": num,
