@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -95,20 +96,31 @@ class Run:
 
     def strike(self, fault: Fault, ranks: int) -> None:
         """Send the signal to the rank, and note what came of it."""
-        before, at_s = table(self.rows), time.monotonic()
+        starts, at_s = len(self._resumed()), time.monotonic()
+        victims: list[int] = []
+        while not (victims or self.has_ended or time.monotonic() > at_s + LIMIT_S):
+            victims = [pid for pid, name in self.processes() if name == f"tdp-rank-{fault.rank}"]
+        for pid in victims:
+            os.kill(pid, signal.Signals[fault.signal])
+
+        def wait_for(is_true: Callable[[], bool]) -> None:
+            while not (is_true() or self.has_ended or time.monotonic() > at_s + LIMIT_S):
+                time.sleep(0.02)
+
+        # the rows of its last moments count: a step may end between the signal and its end
+        wait_for(lambda: not any(map(is_alive, victims)))
+        before = table(self.rows)
         reached = max(before, default=0)
-        for pid, name in self.processes():
-            if name == f"tdp-rank-{fault.rank}":
-                os.kill(pid, signal.Signals[fault.signal])
-        while not (self.has_ended or time.monotonic() > at_s + LIMIT_S):
-            if last_step(self.rows) > reached + 1:
-                break
-            time.sleep(0.05)
+        wait_for(lambda: len(self._resumed()) > starts and last_step(self.rows) > reached + 1)
         fault.cost_s = round(time.monotonic() - at_s, 2)
         after = table(self.rows)
         fault.orphans = max(len(self.processes()) - ranks, 0)
-        went_on = not self.has_ended and max(after, default=0) > reached + 1
-        fault.steps_lost = max(reached - self._resumed_after(reached), 0) if went_on else 0
+        went_on = (
+            not self.has_ended
+            and len(self._resumed()) > starts
+            and max(after, default=0) > reached + 1
+        )
+        fault.steps_lost = max(reached - self._resumed()[-1], 0) if went_on else 0
         same = all(after.get(step) == loss for step, loss in before.items())
         in_order = sorted(after) == list(range(1, len(after) + 1))
         fault.right = went_on and same and in_order and fault.steps_lost <= 1 and not fault.orphans
@@ -117,9 +129,10 @@ class Run:
                 self.last_words()
             )
 
-    def _resumed_after(self, reached: int) -> int:
+    def _resumed(self) -> list[int]:
+        """Return the step that each start went on from."""
         found = re.findall(rb"resumed after step (\d+)", Path(self._log.name).read_bytes())
-        return int(found[-1]) if found else reached
+        return [int(step) for step in found]
 
     def last_words(self) -> str:
         return Path(self._log.name).read_text(errors="replace")[-400:]
@@ -221,6 +234,14 @@ def name_of(process: Path) -> str:
         return (process / "comm").read_text().strip()
     except OSError:
         return ""
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether the process runs or is stopped; one that nobody has reaped yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def is_of(process: Path, rows: Path) -> bool:
