@@ -86,7 +86,7 @@ def test_a_run_is_submitted_with_all_that_it_needs(work: Path, capsys):
     assert calls(work) == [["--parsable", str(files.script)]]
     env = Path(f"{work.parent / 'noted'}.env").read_text()
     assert "RANK=3" not in env and "SBATCH_ACCOUNT" not in env
-    assert "note: not passed on to sbatch: SBATCH_ACCOUNT=mine;" in said.err
+    assert "note: not passed on to sbatch: SBATCH_ACCOUNT; write such" in said.err
 
     assert said.out.startswith(f"job 41  {files.run}\non 2 nodes x 2 tasks; code: no commit")
     assert "tdp jobs show one\n" in said.out

@@ -78,6 +78,8 @@ WHOLE = ("train.steps=6", "train.eval_every=3", "checkpoint.save_every=2", "mode
          "log.plot=true", "log.report=true", "model.max_seq_len=16")  # fmt: skip
 
 
+SECRET = "hunter2-of-a-user"
+SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "SBATCH_PASSWORD")
 WHOLE_RUNS: list[tuple[Path, str]] = []
 
 
@@ -86,7 +88,10 @@ def whole(tdp, tmp_path_factory) -> tuple[Path, str]:
     """(folder, output) of a run that nobody stopped, made once."""
     if not WHOLE_RUNS:
         folder = tmp_path_factory.mktemp("whole")
-        code, out = tdp(words(folder, WHOLE))
+        with pytest.MonkeyPatch.context() as patch:
+            for name in SECRETS:
+                patch.setenv(name, SECRET)
+            code, out = tdp(words(folder, WHOLE))
         assert code == 0, out
         WHOLE_RUNS.append((folder, out))
     return WHOLE_RUNS[0]
@@ -130,6 +135,14 @@ def test_the_page_on_logging_lists_every_key_of_a_row(whole):
         == metrics_page.keys()
     )
     assert not found & {"stragglers", "skipped"}
+
+
+def test_no_file_of_a_run_holds_a_secret_of_its_environment(whole):
+    folder, out = whole
+    files = [path for path in (folder / "gpt_tiny").rglob("*") if path.is_file()]
+    assert {"rank3.restart0.log", "resolved.yaml", "report.html"} <= {path.name for path in files}
+    assert SECRET not in out
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
 
 
 @pytest.mark.full

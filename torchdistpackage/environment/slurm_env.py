@@ -247,7 +247,8 @@ def scrub_slurm_env(env: Env) -> dict[str, str]:
 
 
 def options_dropped(env: Env) -> tuple[str, ...]:
-    """Return the variables, as `NAME=value`, with which a user may have meant to set options of
-    sbatch.
+    """Return the names of variables with which a user may have meant to set options of sbatch.
+
+    Their values may be secret, and notes end up in logs.
     """
-    return tuple(f"{name}={env[name]}" for name in sorted(env) if name.startswith("SBATCH_"))
+    return tuple(name for name in sorted(env) if name.startswith("SBATCH_"))

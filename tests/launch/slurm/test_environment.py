@@ -50,5 +50,5 @@ def test_devices_are_a_choice_outside_of_a_job_and_a_leftover_inside():
 
 def test_what_a_user_may_miss_is_named():
     env = {**MINE, "SBATCH_QOS": "high", "SBATCH_ACCOUNT": "lab"}
-    assert options_dropped(env) == ("SBATCH_ACCOUNT=lab", "SBATCH_QOS=high")
+    assert options_dropped(env) == ("SBATCH_ACCOUNT", "SBATCH_QOS"), "values may be secret"
     assert options_dropped(MINE) == ()

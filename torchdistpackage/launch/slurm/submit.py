@@ -7,7 +7,6 @@ called, so a refused submission leaves no trace in Slurm.
 import contextlib
 import hashlib
 import os
-import shlex
 import shutil
 import socket
 import sys
@@ -153,8 +152,7 @@ def prepare(
         job = replace(job, commands=str(Path(sbatch_path).absolute().parent))
     notes = (*snapshot.notes, *job.notes)
     if names := options_dropped(env):
-        shown = ", ".join(map(shlex.quote, names))
-        note = f"not passed on to sbatch: {shown}; write such options into launch.slurm"
+        note = f"not passed on to sbatch: {', '.join(names)}; write such options into launch.slurm"
         notes = (*notes, note)
     return Prepared(job, render(job), runs, snapshot, notes)
 
