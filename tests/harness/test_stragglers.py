@@ -18,6 +18,7 @@ from torchdistpackage.harness.stragglers.find import (
     Straggler,
     Times,
     fastest_of,
+    find_between_steps,
     find_stragglers,
     measured,
     same_work,
@@ -233,3 +234,18 @@ def test_it_is_said_once_and_again_when_it_changes_or_is_over():
         "straggler over: rank 1 (data 1) on b: data loading is as fast as that of its peers"
     ]
     assert len(findings.alerts([slow])) == 1, "it is back"
+
+
+def test_a_rank_that_is_slow_nearly_each_time_between_steps_is_named():
+    """Few times are known of a save, and they vary."""
+    mesh = MESHES["data2xpipe2"]
+    alike = same_work(mesh)
+    own = [0.001, 0.002, 0.001, 0.004, 0.001]
+    slow = [0.25, 0.5, 0.25, 0.01, 0.5]
+    times = {"save": [own, own, own, slow], "validate": [[0.3] * 3, [0.6] * 3] * 2}
+    (straggler,) = find_between_steps(times, alike)
+    assert (straggler.rank, straggler.phase) == (3, "save")
+    assert "saving takes 250.0 ms each time, its peers 1.0 ms" in straggler.described(mesh, "abcd")
+    for few in ([0.5, 0.5], [0.5, 0.01, 0.5], [0.04] * 5):
+        quiet = [[0.001] * len(few)] * 3
+        assert find_between_steps({"save": [*quiet, few]}, alike) == []

@@ -206,3 +206,23 @@ def _share_a_core(core: int) -> tuple[float, float, float]:
     time.sleep(0.02)
     assert clock() - slept_from >= 0.019
     return tuple(b - a for a, b in zip(began, ended, strict=True))  # type: ignore[return-value]
+
+
+def test_phases_between_steps_are_kept_time_by_time_without_waits_and_files(clock):
+    phases = phases_on(clock)
+    phases.begin(1)
+    phases.end()
+    for seconds in (1, 2):
+        with phases("save"):
+            clock.now_s += seconds
+            with recorder.apart():
+                clock.now_s += 100  # this rank's files
+            with phases("callbacks"):
+                clock.now_s += 1000  # of rank 0 alone
+        with phases("validate"), phases("forward"):
+            clock.now_s += 10 * seconds
+    with phases("generate"):
+        clock.now_s += 5
+    kept = {name: list(times) for name, times in phases.between_steps.items()}
+    assert kept == {"save": pytest.approx([1, 2]), "validate": pytest.approx([10, 20])}
+    assert phases.kept() == {1: {}}

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Generic, TypeVar, cast
 
+from torchdistpackage.comm.flight_recorder import recorder
+
 _NICENESS = 19
 """Niceness of a thread that writes beside the steps, which come first if cores are scarce. A rank
 that waits for the thread, at a second save or at the end, leaves it a core."""
@@ -26,7 +28,8 @@ class LocalWork(Generic[T]):
             self._thread = threading.Thread(target=self._run_nice, name="checkpoint", daemon=True)
             self._thread.start()
         else:
-            self._run()
+            with recorder.apart():
+                self._run()
 
     @property
     def is_done(self) -> bool:
@@ -37,7 +40,8 @@ class LocalWork(Generic[T]):
         """Wait for the work; return its result or raise its error."""
         if self._thread is not None:
             # the result and the error are set only when the thread ends
-            self._thread.join()
+            with recorder.apart():
+                self._thread.join()
         if self.error is not None:
             raise self.error
         return cast(T, self._result)

@@ -34,6 +34,7 @@ from torchdistpackage.checkpoint.writer import CancelledSave, write_snapshot
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.attendance import expect_all
 from torchdistpackage.comm.creation import PerGroup
+from torchdistpackage.comm.flight_recorder import recorder
 from torchdistpackage.comm.primitives import ForEach, Group
 from torchdistpackage.comm.tpc import resolve_group
 from torchdistpackage.ddp.sharded import ShardedOptimizer
@@ -430,7 +431,8 @@ def _agreed(
         if problem := _first_failure(ranks, outcomes):
             return f"{doing} failed on {problem}", None
         try:
-            answer = conclude([o[2] for o in outcomes])
+            with recorder.apart():  # the first rank alone does it
+                answer = conclude([o[2] for o in outcomes])
         except CheckpointError as error:
             return str(error), None
         if isinstance(answer, ForEach):

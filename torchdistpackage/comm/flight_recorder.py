@@ -9,7 +9,8 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, TypedDict
 
 import torch
@@ -101,6 +102,21 @@ class FlightRecorder:
         group.waited_s += waited_s
         if self.ended is not None:
             self.ended.append((call, _monotonic_s(), waited_s))
+
+    @contextmanager
+    def apart(self) -> Generator[None]:
+        """Count what happens inside as waiting, because it is work that ranks have unequal shares
+        of, such as writing files.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield  # beside the steps, whose waits are counted here
+            return
+        began_s, waited_s = self.clock_s(), self.waited_s
+        try:
+            yield
+        finally:
+            # waits inside are in it already
+            self.waited_s = waited_s + self.clock_s() - began_s
 
     def forget_all(self) -> None:
         """Forget everything that belongs to a world that has ended."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchdistpackage.data.source import table_entropies
+from torchdistpackage.harness.stragglers.compare import CALLBACKS
 from torchdistpackage.harness.watchdog import HangWatchdog, Heartbeat
 from torchdistpackage.plan.logged_values import ASKED
 from torchdistpackage.train.log import StepLog, evaluation_lines, perplexity
@@ -273,8 +274,9 @@ class Loop:
         began.
         """
         self.stop.save_s.append(took_s)
-        for callback in self._callbacks:
-            callback.on_save(self, step, took_s)
+        with self.trainer.phases(CALLBACKS):
+            for callback in self._callbacks:
+                callback.on_save(self, step, took_s)
 
     @property
     def saves(self) -> bool:

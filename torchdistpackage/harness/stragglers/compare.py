@@ -35,11 +35,14 @@ from torchdistpackage.comm.tpc import resolve_group, tpc
 from torchdistpackage.comm.work import Work
 from torchdistpackage.errors import TopologyError
 from torchdistpackage.harness.stragglers.find import (
+    BETWEEN_STEPS,
+    COMPARED,
     PHASES,
     WINDOW,
     Alerts,
     Cost,
     fastest_of,
+    find_between_steps,
     find_stragglers,
     measured,
     same_work,
@@ -48,6 +51,9 @@ from torchdistpackage.topology.mesh import Mesh, describe
 
 KEPT = 16
 """Steps whose times are kept."""
+
+CALLBACKS = "callbacks"
+"""Phase of what only some ranks do, which is compared with nobody."""
 
 _LOOK_S = 5e-4
 """Longest wait for a core, in seconds, that may be counted as work of the phase it was in."""
@@ -86,6 +92,9 @@ class Phases:
         self._current = ""
         self._marks: list[Mark] | None = None
         """Marks of the step under way; None between two steps."""
+        self._between_marks: list[tuple[str, float]] = []
+        self.between_steps = {name: deque[float](maxlen=WINDOW) for name in BETWEEN_STEPS}
+        """Seconds of this host for the last times that each of these phases came."""
         self._steps: deque[tuple[int, list[Mark]]] = deque(maxlen=KEPT)
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
@@ -126,8 +135,21 @@ class Phases:
             else:
                 moment = self.clock_s() - recorder.waited_s
             self._marks.append((name, moment))
+        else:
+            self._note_between(name)
         if self.changes is not None:
             self.changes.append((name, _now_s()))
+
+    def _note_between(self, name: str) -> None:
+        """Note a change of phase between two steps; the outermost phase counts its inner ones."""
+        marks = self._between_marks
+        marks.append((name, self.clock_s() - recorder.waited_s))
+        if not name:
+            if marks[0][0] in self.between_steps:
+                times = _between(marks)
+                times.pop(CALLBACKS, None)
+                self.between_steps[marks[0][0]].append(sum(times.values()))
+            marks.clear()
 
 
 class _PhaseContext:
@@ -226,6 +248,8 @@ class Comparison:
             )
         self._mesh, self._alike = mesh, same_work(mesh, everywhere)
         self._costs = {phase: Cost(of_rank) for phase, of_rank in costs.items()}
+        # a stream waits for other ranks inside its reductions, and cannot tell how long
+        self._compared = PHASES if phases.on_device else COMPARED
         self._together = list(mesh.groups(("context", "tensor"))) if phases.on_device else []
         self._first: int | None = None
         self._pending: Work | None = None
@@ -254,7 +278,11 @@ class Comparison:
             self._alerts = Alerts(self._mesh, [str(host) for host in hosts])
         times = self._phases.kept()
         of_steps = [times.get(step) for step in steps] + [None] * (WINDOW - len(steps))
-        rows = [[math.nan if x is None else x.get(p, 0.0) for x in of_steps] for p in PHASES]
+        rows = [
+            [math.nan if x is None else x.get(p, 0.0) for x in of_steps] for p in self._compared
+        ]
+        for of_phase in self._phases.between_steps.values():
+            rows.append([*of_phase, *[math.nan] * (WINDOW - len(of_phase))])
         # float32 keeps a microsecond of ten seconds, and every back end can send it
         row = torch.tensor([rows], dtype=torch.float32)
         device = primitives.device_of(self._group)
@@ -273,12 +301,24 @@ class Comparison:
             return []
         table, self._arrived = self._arrived.read(), None  # [rank][phase][step]
         assert self._alerts is not None
-        complete = [k for k in range(WINDOW) if not any(math.isnan(rank[0][k]) for rank in table)]
-        times = {
-            phase: [[rank[p][k] for k in complete] for rank in table]
-            for p, phase in enumerate(PHASES)
+        times = _complete(table, 0, self._compared)
+        between = {
+            phase: _complete(table, p, [phase])[phase]
+            for p, phase in enumerate(BETWEEN_STEPS, len(self._compared))
         }
         times = fastest_of(times, self._together, ("forward", "backward"))
         stragglers = find_stragglers(times, self._alike, self._costs)
-        self._costs = measured(times, self._costs, stragglers)
-        return self._alerts.alerts(stragglers)
+        # no cost of reducing: what a stage without replicas does there is little
+        self._costs = measured({x: times[x] for x in PHASES}, self._costs, stragglers)
+        return self._alerts.alerts([*stragglers, *find_between_steps(between, self._alike)])
+
+
+def _complete(
+    table: Sequence[Sequence[Sequence[float]]], first: int, phases: Sequence[str]
+) -> dict[str, list[list[float]]]:
+    """Return [phase][rank][time] of the rows from `first` on, for times that all ranks have."""
+    known = [k for k in range(WINDOW) if not any(math.isnan(rank[first][k]) for rank in table)]
+    return {
+        phase: [[rank[p][k] for k in known] for rank in table]
+        for p, phase in enumerate(phases, first)
+    }

@@ -19,20 +19,32 @@ SPOKEN = {
     "forward": "the forward",
     "backward": "the backward",
     "optimizer": "the optimizer",
+    "reduce": "reducing gradients",
+    "save": "saving",
+    "validate": "validating",
 }
-PHASES = tuple(SPOKEN)
-"""Phases that are compared. In others, such as "reduce", a rank does little but wait."""
+PHASES = ("data", "forward", "backward", "optimizer")
+"""Phases in which a rank works."""
+COMPARED = (*PHASES, "reduce")
+"""Phases of a step that are compared. In others, such as "messages", a rank does little but
+wait."""
+BETWEEN_STEPS = ("save", "validate")
+"""Phases that come between some steps; each time is compared by itself."""
 
 WINDOW = 10
 """Steps that are judged together."""
 MIN_STEPS = 8
 """Smallest number of steps from which a rank is named or a cost is measured."""
+MIN_TIMES = 3
+"""Smallest number of times that a phase between steps came, from which a rank is named."""
 STEPS_ALIKE = 0.8
 """Share of the steps that have to agree; the others may be anything."""
 MIN_EXCESS_S = 0.005
 MIN_OF_STEP, MIN_OF_PHASE = 0.01, 0.05
 """Smallest excess, as shares of a rank's busy step and of the peers' time: machines differ by less
 anyway."""
+BETWEEN_EXCESS_S, BETWEEN_OF_PHASE = 0.05, 1.0
+"""The same for a phase between steps, of which few times are known: at least twice as slow."""
 MIN_OF_SPREAD, CLEAR_OF_SPREAD = 1.6, 3.2
 """Smallest excess that is more than chance, and that which one window is enough to report. The unit
 is the distance of the difference from its own median in the steps that agree."""
@@ -86,8 +98,9 @@ class Straggler:
         more = f"{1000 * self.excess_s:.1f} ms"
         if self.excess_s <= MOST_SHARE * self.peers_s:
             more += f" or {self.excess_s / self.peers_s:.0%}"
+        each = "each time" if self.phase in BETWEEN_STEPS else "a step"
         return (
-            f"{self.who(mesh, hosts)}: {self.what} takes {1000 * self.time_s:.1f} ms a step, its "
+            f"{self.who(mesh, hosts)}: {self.what} takes {1000 * self.time_s:.1f} ms {each}, its "
             f"peers {1000 * self.peers_s:.1f} ms ({more} more)"
         )
 
@@ -107,7 +120,7 @@ def same_work(mesh: Mesh, everywhere: Collection[str] = ()) -> dict[str, list[Se
     everywhere: phases in which all ranks do the same work.
     """
     stages = list(mesh.groups(axis for axis in mesh.names if axis != "pipe"))
-    return {phase: [range(mesh.size)] if phase in everywhere else stages for phase in PHASES}
+    return {phase: [range(mesh.size)] if phase in everywhere else stages for phase in SPOKEN}
 
 
 def find_stragglers(
@@ -123,8 +136,8 @@ def find_stragglers(
         return []
     busy_s = [sum(map(median, of_rank)) for of_rank in zip(*times.values(), strict=True)]
     stragglers: list[Straggler] = []
-    for phase, groups in alike.items():
-        rows = times[phase]
+    for phase, rows in times.items():
+        groups = alike[phase]
         for ranks in groups:
             if len(ranks) > 1:
                 typical = _typical(rows[rank] for rank in ranks)
@@ -134,6 +147,27 @@ def find_stragglers(
             alone = [ranks[0] for ranks in groups if len(ranks) == 1]
             for rank, typical, slack in _expected(alone, rows, costs[phase]):
                 stragglers += _judged(rank, phase, rows[rank], typical, busy_s[rank], slack)
+    return sorted(stragglers, key=lambda straggler: -straggler.excess_s)
+
+
+def find_between_steps(
+    times: Times, alike: Mapping[str, Sequence[Sequence[int]]]
+) -> list[Straggler]:
+    """Return ranks that were slow each time that a phase between steps came, the worst first.
+
+    times: [phase][rank][time]; a phase may have come a different number of times.
+    """
+    stragglers: list[Straggler] = []
+    for phase, rows in times.items():
+        for ranks in alike[phase] if len(rows[0]) >= MIN_TIMES else ():
+            typical = _typical(rows[rank] for rank in ranks)
+            peers_s = median(typical)
+            for rank in ranks:
+                more = sorted(x - y for x, y in zip(rows[rank], typical, strict=True))
+                # few times say nothing about how much they vary: nearly each must be too long
+                least_s = more[len(more) - math.ceil(STEPS_ALIKE * len(more))]
+                if least_s >= max(BETWEEN_EXCESS_S, BETWEEN_OF_PHASE * peers_s):
+                    stragglers.append(Straggler(rank, phase, peers_s + median(more), peers_s))
     return sorted(stragglers, key=lambda straggler: -straggler.excess_s)
 
 
