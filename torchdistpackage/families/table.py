@@ -285,12 +285,14 @@ class StageSides:
 
     blocks: path of their list. before, behind: paths of modules that only the first or only the
     last stage runs. writes_input: the model's forward modifies the embedded tokens in place.
+    token_dim: dim of the sequence in the activations.
     """
 
     blocks: str = ""
     before: tuple[str, ...] = ()
     behind: tuple[str, ...] = ()
     writes_input: bool = False
+    token_dim: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchdistpackage.comm import collectives
+from torchdistpackage.comm.nested import map_leaves
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import DataError, LayoutError
 from torchdistpackage.layout.derive import local_shape
@@ -74,6 +75,7 @@ from torchdistpackage.parallel.auto.draws import (
 from torchdistpackage.parallel.context.hugging_face import attend_over, attending, inputs_of
 from torchdistpackage.parallel.context.model import ContextSequence
 from torchdistpackage.parallel.pipeline.partition.hf_decoder import DecoderStage, decoder_stage
+from torchdistpackage.parallel.pipeline.partition.side_inputs import Message, first_of
 from torchdistpackage.parallel.tensor.attention import SequenceAttention, document_mask
 from torchdistpackage.parallel.tensor.block_slices import let_see_all
 from torchdistpackage.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
@@ -85,9 +87,10 @@ from torchdistpackage.topology.mesh import Mesh
 IGNORE = -100
 _SHOWN = 6
 """Largest number of parameters that an error lists."""
-Outputs = Tensor | tuple[Tensor, Tensor]
-"""Activations or logits; (logits, auxiliary loss) of a model that counts that of its routers, or
-(logits, what `router_load` returns) if all ranks count it together."""
+Outputs = Tensor | tuple[Tensor, ...]
+"""Activations, in a tuple with what goes beside them, or logits; (logits, auxiliary loss) of a
+model that counts that of its routers, or (logits, what `router_load` returns) if all ranks count it
+together."""
 
 
 # -- building a stage ------------------------------------------------------------------------------
@@ -126,7 +129,8 @@ def stage(
     slices_blocks = shape.sequence_parallel and not shape.has_table
     if slices_blocks and group is not None and group.size() > 1:
         # before the stage is cut, whose gates are to stand around them
-        let_see_all(model.get_submodule(shape.kind.blocks), group)
+        dim = shape.kind.sides.token_dim if shape.kind.sides else 1
+        let_see_all(model.get_submodule(shape.kind.blocks), group, dim)
     decoder = _blocks_of(model, shape, range(shape.sizes.layers) if pieces is None else pieces)
     if group is not None and group.size() == 1:
         group = None
@@ -366,26 +370,27 @@ class TransformersStage(nn.Module):
         """
         return not self._draws or name in self.block_names()
 
-    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Outputs:
+    def forward(self, x: Message, position_ids: Tensor | None = None) -> Outputs:
         """Return the activations of the last block here, or on the last stage the logits, or hidden
         states after `return_hidden`.
 
-        x: ids (B, S) int64 on the first stage, else activations (B, S, D); S counts the tokens of
-            this rank. Logits are (B, S, V/n), of this rank's columns, with the auxiliary loss of
-            the routers if config.json asks for that (output_router_logits).
+        x: ids (B, S) int64 on the first stage, else activations (B, S, D), in a tuple with what
+            goes beside them; S counts the tokens of this rank. Logits are (B, S, V/n), of this
+            rank's columns, with the auxiliary loss of the routers if config.json asks for that
+            (output_router_logits).
         position_ids: (B, S) int64 of whole sequences, from 0 in each document of a sample; no
             token sees another document. Where the model masks padding only the first one is text.
         """
         rows: DocumentRows | None = None
         if position_ids is not None and self.shape.documents_way.by == "rows":
             rows, position_ids = DocumentRows(position_ids), None
-            x = rows.apart(x)
+            x = map_leaves(rows.apart, x, lambda leaf: isinstance(leaf, Tensor))
         outputs = self._outputs(x, position_ids)
         if self._returns_hidden:
             outputs, self._hidden = self._hidden, torch.empty(0)
         return outputs if rows is None else rows.joined(outputs)
 
-    def _outputs(self, x: Tensor, position_ids: Tensor | None) -> Outputs:
+    def _outputs(self, x: Message, position_ids: Tensor | None) -> Outputs:
         mask: Tensor | None = None
         by = None if position_ids is None else self.shape.documents_way.by
         if by == "not":
@@ -401,10 +406,10 @@ class TransformersStage(nn.Module):
             mask, position_ids = _first_document(position_ids), None
         packed = position_ids
         if self._sequence is not None:
-            num = x.shape[1] * (1 if x.dim() == 2 else self.decoder.num_shares)
+            batch, num = self._batch_and_tokens(first_of(x))
             context_way = self.shape.context_way
             mask, position_ids = inputs_of(
-                self._sequence, context_way.attends, num, len(x), position_ids, x.device
+                self._sequence, context_way.attends, num, batch, position_ids, first_of(x).device
             )
             position_ids = position_ids if context_way.positions else None
         rank = 0 if self._group is None else self._group.rank()
@@ -430,6 +435,13 @@ class TransformersStage(nn.Module):
         if self._top_k:
             return output.logits, router_load(output.router_logits, self._top_k)
         return output.logits, output.aux_loss
+
+    def _batch_and_tokens(self, x: Tensor) -> tuple[int, int]:
+        """Return how many rows and tokens ids (B, S) have, or activations of this rank."""
+        if x.dim() == 2:
+            return x.shape[0], x.shape[1]
+        dim = self.shape.kind.sides.token_dim if self.shape.kind.sides else 1
+        return x.shape[dim - 1], x.shape[dim] * self.decoder.num_shares
 
     def _named(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return those of `arguments` that the forward of the class names."""

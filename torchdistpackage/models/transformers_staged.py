@@ -29,6 +29,7 @@ from torchdistpackage.parallel.pipeline.partition.hf_decoder import (
     decoder_stage,
     stage_modules,
 )
+from torchdistpackage.parallel.pipeline.partition.side_inputs import first_of
 
 _WITHIN = elementwise_within(1e-5, least_noise=1e-11)
 """The same operations in another order of calls, in float32."""
@@ -41,7 +42,7 @@ def neighbours(model: Any, around: StageSides) -> BlockNeighbours:
     result = BlockNeighbours(model.get_submodule(base_name(model)), blocks)
     result.before = {path.removeprefix(prefix) for path in around.before}
     result.behind = {path.removeprefix(prefix) for path in around.behind}
-    result.writes_input = around.writes_input
+    result.writes_input, result.token_dim = around.writes_input, around.token_dim
     return result
 
 
@@ -63,13 +64,14 @@ def try_stages(
     around, calls = BlockNeighbours(base, path), BlockCalls(model, blocks)
     with around.seen(), calls.seen():
         expected = _recorded(model, parts_of(model), lambda: sample.outputs(model), sample)
+    around.token_dim = calls.token_dim(sample.ids)
     # what no token reaches stands on the last stage, or its parameters would be on several
     around.behind |= {x.removeprefix(prefix) for x in unreached} - around.before
     problem = _shared(model, blocks, around, unreached) or _differs(model, sample, around, expected)
     if problem is not None:
         return unstaged_because(model, blocks, calls, sample.ids) or problem, sides
     both = (tuple(sorted(f"{prefix}{x}" for x in y)) for y in (around.before, around.behind))
-    return None, StageSides(blocks, *both, around.writes_input)
+    return None, StageSides(blocks, *both, around.writes_input, around.token_dim)
 
 
 def _differs(
@@ -84,9 +86,10 @@ def _differs(
             stage.eval()
 
         def run(first: Any = stages[0], last: Any = stages[1]) -> Tensor:
-            x = first(sample.ids, **sample.inputs)
+            message = first(sample.ids, **sample.inputs)
+            x = first_of(message)
             version = x._version
-            logits = last(x, **sample.inputs)
+            logits = last(message, **sample.inputs)
             around.writes_input |= x._version != version
             return logits
 
@@ -204,6 +207,11 @@ class BlockCalls:
         first, *more = output if isinstance(output, tuple | list) else (output,)
         first = first if isinstance(first, Tensor) else None
         self.calls.append(_BlockCall(index, origins, first, _tensors(more)))
+
+    def token_dim(self, ids: Tensor) -> int:
+        """Return the dim of the sequence in the activations: 2 where streams come first."""
+        first = next((call.output for call in self.calls if call.output is not None), ids)
+        return 2 if first.dim() == 4 and first.shape[1:3] == ids.shape else 1
 
     def name(self, index: int) -> str:
         """Return the path and the class of a block."""

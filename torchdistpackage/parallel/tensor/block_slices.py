@@ -16,30 +16,31 @@ from torchdistpackage.comm import collectives
 from torchdistpackage.comm.primitives import Group
 
 
-def let_see_all(blocks: Iterable[nn.Module], group: Group) -> None:
-    """Let each block gather the slices (B, S/n, D) that it is given, and return its slice."""
+def let_see_all(blocks: Iterable[nn.Module], group: Group, dim: int = 1) -> None:
+    """Let each block gather the slices (B, S/n, D) that it is given, and return its slice. dim: of
+    the sequence."""
     for block in blocks:
         block.__class__ = _seeing_all(type(block))
-        block.__dict__["_tdp_slices"] = group
+        block.__dict__["_tdp_slices"] = group, dim
 
 
 class _SeesAll:
     """A block that gathers its first argument and scatters its first result."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        group: Group = self.__dict__["_tdp_slices"]
+        group, dim = self.__dict__["_tdp_slices"]
         if args:
-            args = (collectives.gather(args[0], 1, group), *args[1:])
+            args = (collectives.gather(args[0], dim, group), *args[1:])
         else:
             name = "hidden_states"
             if name not in kwargs:
                 name = next(iter(signature(self.forward).parameters))  # type: ignore[attr-defined]
-            kwargs[name] = collectives.gather(kwargs[name], 1, group)
+            kwargs[name] = collectives.gather(kwargs[name], dim, group)
         output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         if isinstance(output, tuple | list):
-            first = collectives.scatter(output[0], 1, group)
+            first = collectives.scatter(output[0], dim, group)
             return type(output)((first, *output[1:]))
-        return collectives.scatter(output, 1, group)
+        return collectives.scatter(output, dim, group)
 
     def __reduce_ex__(self, protocol: object) -> tuple:
         return _new, (type(self).__bases__[1],), vars(self)

@@ -17,6 +17,11 @@ from torch import Tensor, nn
 from torchdistpackage.comm import collectives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import ScheduleError
+from torchdistpackage.parallel.pipeline.partition.side_inputs import (
+    STATES,
+    Message,
+    SideInputs,
+)
 
 
 class BlockActivations:
@@ -28,6 +33,8 @@ class BlockActivations:
         parallelism.
     is_other: whether the gate has replaced the first block's input.
     copies_input: whether the model's forward changes its input in place.
+    token_dim: dim of the sequence in activations, 2 where streams come first, (N, B, S, D).
+    sides: what goes from stage to stage beside the activations.
     """
 
     def __init__(self, is_first: bool, is_last: bool) -> None:
@@ -36,6 +43,8 @@ class BlockActivations:
         self.enters: Tensor | None = None
         self.left: Any = None
         self.is_other = self.copies_input = False
+        self.token_dim = 1
+        self.sides: SideInputs | None = None
 
     @property
     def num_shares(self) -> int:
@@ -47,8 +56,10 @@ class BlockActivations:
         shapes.
 
         It is x itself if x is (B, S, D), and zeros if x is a slice (B, S/n, D) or has several
-        streams (B, S, N, D).
+        streams (B, S, N, D) or (N, B, S, D).
         """
+        if self.token_dim == 2:
+            x = x.new_zeros(()).expand(x.shape[1:])
         if self.num_shares == 1 and x.dim() == 3:
             return x.clone() if self.copies_input else x
         batch, length, *_, dim = x.shape
@@ -66,7 +77,7 @@ class BlockActivations:
             return (
                 block_input
                 if self.group is None
-                else collectives.scatter(block_input, 1, self.group)
+                else collectives.scatter(block_input, self.token_dim, self.group)
             )
         x = self.enters
         if x is None and self.is_other:
@@ -85,17 +96,22 @@ class BlockActivations:
         self.left = x = output[0] if isinstance(output, tuple | list) else output
         if self.group is None:
             return output
-        x = collectives.gather(x, 1, self.group) if self.is_last else self.whole_like(x)
+        whole = collectives.gather(x, self.token_dim, self.group) if self.is_last else None
+        x = self.whole_like(x) if whole is None else whole
         return type(output)((x, *output[1:])) if isinstance(output, tuple | list) else x
 
-    def take(self) -> Tensor:
-        """Return the last block's output; raise ScheduleError if it is missing or not a tensor."""
+    def take(self) -> Message:
+        """Return the last block's output, with what goes beside it.
+
+        Raises:
+            ScheduleError: it is missing or not a tensor.
+        """
         if not isinstance(self.left, Tensor):
             raise ScheduleError(
                 "the longest list of modules in this model is not a row of blocks that hand on "
                 "activations; cut it with flatten_model"
             )
-        return self.left
+        return self.left if self.sides is None else self.sides.hand_on(self.left)
 
 
 def make_gated(block: nn.Module, activations: BlockActivations, takes: bool, leaves: bool) -> None:
@@ -118,7 +134,12 @@ class _GatedBlock:
             if name not in kwargs:
                 name = next(iter(signature(self.forward).parameters))  # type: ignore[attr-defined]
             kwargs[name] = activations.enter(kwargs[name], type(self).__name__)
+        states = kwargs.get(STATES)
+        if takes and states is not None and activations.sides is not None:
+            states.update(activations.sides.states)
         output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if leaves and states is not None and activations.sides is not None:
+            activations.sides.states = dict(states)
         return activations.leave(output) if leaves else output
 
     def __reduce_ex__(self, protocol: object) -> tuple:

@@ -22,6 +22,12 @@ from torchdistpackage.equivalence.record import ParityRecord, parts_of, record_r
 from torchdistpackage.errors import ScheduleError
 from torchdistpackage.parallel.pipeline.partition.cost_split import split_by_cost
 from torchdistpackage.parallel.pipeline.partition.gated_blocks import BlockActivations, make_gated
+from torchdistpackage.parallel.pipeline.partition.side_inputs import (
+    Message,
+    carry,
+    first_of,
+    side_inputs,
+)
 from torchdistpackage.tools.undisturbed import in_eval
 
 NUM_TOKENS = 8
@@ -73,22 +79,27 @@ class DecoderStage(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Message,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
         **more: Any,
-    ) -> Tensor:
+    ) -> Message:
         """Run the stage: return activations or, on the last stage, logits (B, S, V) or the loss,
         or the hidden states (B, S, D) of a model without a head.
 
-        x: ids (B, S) on the first stage, else activations (B, S, D) from the previous stage.
+        x: ids (B, S) on the first stage, else activations (B, S, D) from the previous stage, with
+            what goes beside them in a tuple.
         attention_mask, position_ids (B, S), more: the model's keywords, equal for every stage.
         labels (B, S): with them the last stage returns the model's loss.
         """
+        sides = self._activations.sides
+        x = sides.take(x) if sides is not None and not self._is_first else first_of(x)
         arguments: dict[str, Any] = {"input_ids": x, **_OPTIONS, **more}
         if not self._is_first:
             arguments["inputs_embeds"] = self._activations.whole_like(arguments.pop("input_ids"))
+            if sides is not None and sides.inputs is not None:
+                arguments["per_layer_inputs"] = sides.inputs
         masks = {"attention_mask": attention_mask, "position_ids": position_ids}
         arguments |= {name: value for name, value in masks.items() if value is not None}
         activations = self._activations
@@ -107,6 +118,8 @@ class DecoderStage(nn.Module):
             return model(**arguments, labels=labels).loss
         finally:
             activations.enters = activations.left = None
+            if sides is not None:
+                sides.clear()
 
     @property
     def copies_input(self) -> bool:
@@ -192,7 +205,9 @@ def _stage(model: nn.Module, blocks: range, around: "BlockNeighbours") -> Decode
     base = model.get_submodule(base_name(model))
     ends = blocks.start == 0, blocks.stop == len(base.get_submodule(around.path))
     activations = BlockActivations(*ends)
-    activations.copies_input = around.writes_input
+    activations.copies_input, activations.token_dim = around.writes_input, around.token_dim
+    owner = base.get_submodule(around.path.rpartition(".")[0])
+    activations.sides = side_inputs(owner, base.get_submodule(around.path), blocks)
     cut = cut_blocks(base, around.path.split("."), blocks, ends, around, activations)
     return DecoderStage(model, cut, activations, ends)
 
@@ -282,11 +297,12 @@ class BlockNeighbours:
     These are modules beside the list of blocks and beside its parents. Their order is that of
     registration, until a run shows the order of calls.
 
-    writes_input: whether the model changes its embedded tokens in place.
+    writes_input: whether the model changes its embedded tokens in place. token_dim: dim of the
+    sequence in the activations.
     """
 
     def __init__(self, base: nn.Module, path: str):
-        self.path, self.writes_input = path, False
+        self.path, self.writes_input, self.token_dim = path, False, 1
         self.before: set[str] = set()
         self.behind: set[str] = set()
         self._modules: dict[str, nn.Module] = {}
@@ -310,8 +326,10 @@ class BlockNeighbours:
         called_before, called_behind = set[str](), set[str]()
         current = [called_before]
         handles = [
-            module.register_forward_pre_hook(lambda *_, name=name: current[0].add(name))
+            part.register_forward_pre_hook(lambda *_, name=name: current[0].add(name))
             for name, module in self._modules.items()
+            # a list is not called, and what it has is
+            for part in (module.children() if isinstance(module, nn.ModuleList) else (module,))
         ]
         handles.append(
             self._first.register_forward_pre_hook(lambda *_: current.__setitem__(0, called_behind))
@@ -327,8 +345,12 @@ class BlockNeighbours:
 class SkippedModule(nn.Module):
     """A stand-in for a module that another stage runs.
 
-    It returns its input or, for an embedding, a zero that adds nothing.
+    It returns its input or, for an embedding, a zero that adds nothing. Where it is a list, so
+    does each of its items.
     """
+
+    def __getitem__(self, index: int) -> "SkippedModule":
+        return self
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
@@ -380,6 +402,8 @@ def cut_blocks(
             stage_blocks.add_module(str(i), block := copy(inner[i]))
             make_gated(block, activations, i == blocks[0], i == blocks[-1])
         short._modules[step] = stage_blocks
+        if activations.sides is not None and activations.sides.has_inputs:
+            carry(short, base.config, activations.sides)
     is_first, is_last = ends
     for child, module in base._modules.items():
         if not _is_own(module):
