@@ -177,6 +177,6 @@ def test_a_plan_says_what_all_linear_leaves_out(tmp_path):
     shape = shape_of_section({"hf": str(tmp_path)}, 8, False)
     (said,) = TransformersSpec(replace(shape, lora=lora)).notes()
     assert tells(said, "16 layers", "k_proj", "v_proj", "o_proj")
-    assert "12 matrices, 93% of the weights of all, are not linear layers" in said
+    assert "12 matrices, 93% of the weights of all, are not linear layers that peft adapts" in said
     assert "model.layers.*.mlp.experts.gate_up_proj" in said
     assert TransformersSpec(shape).notes() == ()

@@ -257,8 +257,8 @@ def left_out(lora: Lora, weights: Mapping[str, Weight]) -> str | None:
     share = sum(frozen.values()) / sum(matrices.values())
     return (
         f"model.lora.target=[{ALL_LINEAR}] adapts {len(adapted)} layers ({words}); {len(frozen)} "
-        f"matrices, {share:.0%} of the weights of all, are not linear layers and stay as they are: "
-        f"{kinds}"
+        f"matrices, {share:.0%} of the weights of all, are not linear layers that peft adapts and "
+        f"stay as they are: {kinds}"
     )
 
 
@@ -268,6 +268,13 @@ _IN_SCAN = ("out_proj", "conv1d")
 _NUMBERS = re.compile(r"\.\d+")
 _STACKED = re.compile(r"\.experts\.[^.]+$")
 _EXPERT_WORDS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+
+
+def is_in_scan(family: str, layer: str) -> bool:
+    """Return whether kernels multiply by the weight of this layer alone, so that peft refuses it
+    and `all-linear` leaves it out.
+    """
+    return family in _SCANS and _last(layer) in _IN_SCAN
 
 
 def _adapted_layers(weights: Mapping[str, Weight]) -> dict[str, None]:
@@ -330,14 +337,12 @@ def target_problems(
         f"{target} is in modules_to_save too, which trains it whole; name it in one of them"
         for target in dict.fromkeys(both)
     ]
-    if family in _SCANS:
-        fused = [layer for layer in _adapted_layers(weights) if _last(layer) in _IN_SCAN]
-        if fused:
-            others = (x for x in linear_layers(weights) if x not in _IN_SCAN)
-            problems.append(
-                f"peft puts no adapter on {fused[0]} of {family}, whose kernels multiply by the "
-                f"weight alone; name other layers, such as {', '.join(others)}"
-            )
+    if fused := [layer for layer in _adapted_layers(weights) if is_in_scan(family, layer)]:
+        others = (x for x in linear_layers(weights) if x not in _IN_SCAN)
+        problems.append(
+            f"peft puts no adapter on {fused[0]} of {family}, whose kernels multiply by the "
+            f"weight alone; name other layers, such as {', '.join(others)}, or {ALL_LINEAR}"
+        )
     for target in lora.target:
         chosen = [table for table in tables if names(target, table)]
         shared = [x for x, name in tied.items() if name.removesuffix(".weight") in chosen]

@@ -29,7 +29,7 @@ from torchdistpackage.layout.partition import share_heads_evenly
 from torchdistpackage.layout.rope import scaled_length
 from torchdistpackage.layout.table import LayerCut, SplitTable
 from torchdistpackage.lazy import resolve
-from torchdistpackage.models.lora_layout import Lora
+from torchdistpackage.models.lora_layout import Lora, is_in_scan
 from torchdistpackage.models.transformers_heads import config_with_head, has_bias, with_head
 
 _FOUND = "torchdistpackage.models.transformers_found:found_family"
@@ -286,14 +286,14 @@ def _embed(shape: TransformersShape, axis: str) -> Weights:
     shape.kind.embed(w, shape.settings, shape.sizes)
     if shape.sizes.tied:
         w.cut_rows(shape.kind.table)
-    return w if shape.lora is None else _adapted(w, shape.lora, has_tables=True)
+    return w if shape.lora is None else _adapted(w, shape, shape.lora, has_tables=True)
 
 
 def _block(shape: TransformersShape, index: int, axis: str) -> Weights:
     prefix, sequence_parallel = f"{shape.kind.blocks}.{index}.", shape.sequence_parallel
     w = Weights(prefix, axis, shape.sizes.std, sequence_parallel)
     shape.kind.block(w, shape.settings, shape.sizes)
-    return w if shape.lora is None else _adapted(w, shape.lora)
+    return w if shape.lora is None else _adapted(w, shape, shape.lora)
 
 
 def _head(shape: TransformersShape, axis: str) -> Weights:
@@ -313,14 +313,25 @@ def _head(shape: TransformersShape, axis: str) -> Weights:
         w.tied_head(shape.kind.output, n.vocab, n.dim)
     else:
         w.column(shape.kind.output, n.vocab, n.dim, is_table=True)
-    return w if shape.lora is None else _adapted(w, shape.lora, is_head=True)
+    return w if shape.lora is None else _adapted(w, shape, shape.lora, is_head=True)
 
 
-def _adapted(w: Weights, lora: Lora, is_head: bool = False, has_tables: bool = False) -> Weights:
+def _adapted(
+    w: Weights,
+    shape: TransformersShape,
+    lora: Lora,
+    is_head: bool = False,
+    has_tables: bool = False,
+) -> Weights:
     """Return `w` with adapters on the layers that it lists. is_head, has_tables: as of
     `Lora.adapters`.
     """
-    of_adapters = lora.adapters(w.parameters, is_head, has_tables)
+    may_adapt = {
+        name: weight
+        for name, weight in w.parameters.items()
+        if not (lora.is_all and is_in_scan(shape.family, name.removesuffix(".weight")))
+    }
+    of_adapters = lora.adapters(may_adapt, is_head, has_tables)
     layers = {
         name.removesuffix(".weight"): LayerCut("adapter", weight.layout)
         for name, weight in of_adapters.items()
