@@ -270,6 +270,27 @@ def test_ranks_leave_the_same_blocks_as_they_are(ranks):
     assert all("Data-dependent" in why for why in second[1:])
 
 
+class Softplus(nn.Module):
+    """Its backward takes a view of what torch traces with other strides than it gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(5, 4)
+
+    def forward(self, x):
+        return nn.functional.softplus(self.inner(x)).transpose(1, 2).contiguous()
+
+
+def test_a_gradient_through_a_softplus_comes_back():
+    torch._dynamo.reset()
+    stages, x = chain(Softplus()), torch.linspace(-1, 1, 30).view(2, 3, 5).requires_grad_()
+    stages(0, x).sin().sum().backward()
+    expected, x.grad = x.grad, None
+    compile_blocks(stages, "aot_eager")
+    stages(0, x).sin().sum().backward()
+    torch.testing.assert_close(x.grad, expected)
+
+
 def test_hooks_inside_a_block_are_refused_by_name():
     stages = chain(nn.Sequential(nn.Linear(4, 4)))
     stages[str(0)][0][0].register_forward_hook(lambda *_: None)

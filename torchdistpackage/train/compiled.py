@@ -309,10 +309,31 @@ def _compiled(kind: type[nn.Module], backend: Any) -> Any:
 
         code = call.__code__.replace(co_name=f"call_{kind.__name__}")
         function = types.FunctionType(code, globals(), code.co_name)
+        chosen = _aot_eager if backend == "aot_eager" else backend
         _calls[kind, backend] = torch.compile(
-            function, backend=backend, fullgraph=True, dynamic=False
+            function, backend=chosen, fullgraph=True, dynamic=False
         )
     return _calls[kind, backend]
+
+
+def _aot_eager(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+    """Compile as torch's back end of this name, but for softplus_backward.
+
+    Torch (2.13) traces it with other strides than its kernel returns, so that a view of its result
+    stops the backward of gated delta nets.
+    """
+    from torch._decomp import get_decompositions
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return aot_autograd(
+        fw_compiler=boxed_nop,
+        bw_compiler=boxed_nop,
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+        decompositions=get_decompositions([torch.ops.aten.softplus_backward]),
+    )(graph, inputs)
 
 
 def _has_hooks(module: nn.Module) -> bool:
