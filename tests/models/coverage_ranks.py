@@ -87,7 +87,10 @@ def counts_routers(folder: str) -> bool:
 
 def refused_documents(folder: str) -> str | None:
     """Why documents of a packed sample are refused; None: they are not."""
-    shape = shape_of_section({"hf": folder}, SEQ_LEN, False)
+    try:
+        shape = shape_of_section({"hf": folder}, SEQ_LEN, False)
+    except ConfigError as error:
+        return str(error)
     found = refusals(shape, ModelUse(SEQ_LEN, document_masks=True))
     return "; ".join(text for _, text in found) or None
 
@@ -222,6 +225,20 @@ def narrow() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(wide)
+
+
+@contextmanager
+def unsampled() -> Iterator[None]:
+    """Let the routers of PhiMoE choose the most likely experts, as in evaluation."""
+    from transformers.models.phimoe import modeling_phimoe as phimoe
+
+    sampled = phimoe.sparsemixer
+
+    def unsampled(scores: Tensor, jitter_eps: float, training: bool, top_k: int = 2) -> Any:
+        return sampled(scores, jitter_eps, False, top_k)
+
+    with patch.object(phimoe, "sparsemixer", unsampled):
+        yield
 
 
 def truth_of(folder: str) -> tuple[str, Answer] | None:

@@ -69,7 +69,7 @@ SHARED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 """Mixtures whose routers have Switch's loss, which all ranks count together."""
 OWN_ROUTING = (
     *("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "kimi_linear", "minimax", "minimax_m2"),
-    *("qwen3_next", "deepseek_v4", "nemotron_h", "dots1", "ernie4_5_moe"),
+    *("qwen3_next", "deepseek_v4", "nemotron_h", "dots1", "ernie4_5_moe", "llama4_text"),
 )
 """Mixtures with shared experts, groups of experts, biases, or gates and routers of their own."""
 ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}

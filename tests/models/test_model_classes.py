@@ -111,7 +111,6 @@ def test_a_class_that_raises_is_refused_with_the_module_and_not_what_it_raised(
         ("roformer", "sinusoidal_pos beside the activations, made by roformer.encoder.embed_pos"),
         ("xlm", "(MultiHeadAttention) is not given what the block before it returns"),
         ("blt", "does not go on from activations in place of token ids"),
-        ("gemma4_text", "(Gemma4TextDecoderLayer) is given per_layer_input"),
         ("hy_v4", "prev_topk_indices beside the activations, made by model.layers.0"),
     ],
 )
@@ -133,8 +132,8 @@ def test_what_token_ids_alone_do_not_run_is_refused_by_name(tmp_path, family, sa
     assert said in plan(tmp_path, family)
 
 
-def test_blocks_with_experts_are_refused_as_graphs_before_ranks_start(tmp_path):
-    text = plan(tmp_path, "mixtral", "train.compile=blocks", "parallel.data=2")
+def test_blocks_with_shared_experts_are_refused_as_graphs_before_ranks_start(tmp_path):
+    text = plan(tmp_path, "mixtral", "train.compile=blocks", "parallel.data=2", "parallel.expert=2")
     assert tells(text, "model.layers.0.mlp.experts", "MixtralForCausalLM", "auto")
 
 

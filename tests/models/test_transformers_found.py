@@ -29,6 +29,9 @@ from torchdistpackage.models.transformers_found import found_on
 from torchdistpackage.models.transformers_layout import TransformersShape, global_name, layouts
 from torchdistpackage.models.transformers_meta import on_meta
 
+SHARES_KEYS = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "num_key_value_heads": 2}
+SHARES_KEYS |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+"""Blocks that read keys and values of earlier ones, across the cut of two stages."""
 RANKS_IMPORT = ("tests.models.coverage_ranks",)
 
 
@@ -71,8 +74,11 @@ def test_tables_are_the_embeddings_and_the_head_that_transformers_makes(tied):
 @pytest.mark.parametrize(
     ("family", "changes", "layout"),
     [
+        ("gemma4_text", SHARES_KEYS, "pipe2"),
         ("olmo2", {}, "zero3"),
         ("mixtral", ROUTERS, "data2"),
+        pytest.param("gemma4_text", SHARES_KEYS, "pipe2-recompute", marks=FULL),
+        pytest.param("gemma3n_text", {}, "pipe2", marks=FULL),
         ("bart", {}, "pipe2"),
         *(
             pytest.param(family, {}, "pipe2", marks=FULL)

@@ -137,15 +137,6 @@ def test_experts_that_ranks_cannot_share_are_refused(tmp_path, family, more, sai
     assert said in str(met.value)
 
 
-@pytest.mark.parametrize("cut", ["parallel.tensor=2", "parallel.pipe=2"])
-def test_a_router_that_samples_is_not_shared(tmp_path, monkeypatch, cut):
-    """And is not tried either: two trials of it may differ."""
-    monkeypatch.setattr(transformers_found, "try_tensor", None)
-    with pytest.raises(ConfigError) as met:
-        plan_of(tmp_path, "phimoe", cut)
-    assert "its router (PhimoeTopKRouter) samples experts in training" in str(met.value)
-
-
 @STACKED
 def test_a_plan_says_what_experts_cost(tmp_path):
     plan = plan_of(tmp_path, "mixtral", *EXPERT[1:], "data.global_batch=64", world=4)

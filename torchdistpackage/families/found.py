@@ -22,11 +22,6 @@ from torchdistpackage.layout.table import LayerCut, SplitTable
 
 WIDE_WEIGHTS = ("mixtral",)
 """Families whose routers leave the weights of a token's experts in float32 under autocast."""
-SAMPLED = {
-    "phimoe": "its router (PhimoeTopKRouter) samples experts in training, so a trial has no one "
-    "answer to hold"
-}
-"""Families that no ranks may split, each with the behaviour that a trial cannot reveal."""
 _ASSISTS = "pre_projection (Linear) reads activations and key-value states of the model it assists"
 BESIDE = {"gemma4_assistant": _ASSISTS, "gemma4_unified_assistant": _ASSISTS}
 """Families that need more inputs than token ids, each with these inputs."""

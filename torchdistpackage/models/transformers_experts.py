@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm import collectives, primitives
+from torchdistpackage.comm.operators import is_traced
 from torchdistpackage.comm.primitives import Group, ranks_of
 from torchdistpackage.comm.tpc import tpc
 from torchdistpackage.ddp.param_spec import batch_group
@@ -24,7 +25,7 @@ from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.expert.balance import LoadCounter
 from torchdistpackage.parallel.expert.dispatch import Dispatch, plan_dispatch
 from torchdistpackage.parallel.expert.experts import bounds
-from torchdistpackage.parallel.expert.products import gated_mlps
+from torchdistpackage.parallel.expert.products import gated_mlps, grouped_linear
 from torchdistpackage.topology.mesh import Mesh
 
 
@@ -33,10 +34,14 @@ def experts_of(model: nn.Module) -> dict[str, Any]:
 
     Its decorator `use_experts_implementation` marks a module that is called with tokens, their
     experts and weights, and adds up what each expert makes of a token. All its parameters have one
-    entry for each expert; a norm behind experts would be a module of its own.
+    entry for each expert; a norm behind experts would be a module of its own. Those of Llama 4 are
+    called with a row of each token for each expert.
     """
     experts: dict[str, Any] = {}
     for path, module in model.named_modules():
+        if _takes_all_rows(module):
+            experts[path] = module
+            continue
         number = getattr(module, "num_experts", 0)
         parameters = list(module._parameters.values())
         is_marked = hasattr(module, "has_bias") and hasattr(module, "is_transposed")
@@ -56,6 +61,8 @@ def is_gated_mlp(experts: Any) -> bool:
     """Return whether each expert of a module is down (act (gate x) * (up x)), with gate and up in
     one matrix: else they are computed by the module's own code.
     """
+    if _takes_all_rows(experts):
+        return False
     # earlier releases of transformers 5 have neither has_gate nor is_concatenated
     has_gate = getattr(experts, "has_gate", True) and getattr(experts, "is_concatenated", True)
     gate = getattr(type(experts), "_apply_gate", None)
@@ -65,6 +72,13 @@ def is_gated_mlp(experts: Any) -> bool:
         and not (experts.has_bias or experts.is_transposed)
         and (gate is None or gate.__name__ == "_default_apply_gate")
     )
+
+
+def _takes_all_rows(module: nn.Module) -> bool:
+    """Return whether a module is called with a row of each token for each expert, zero where the
+    router did not choose it.
+    """
+    return type(module).__name__ == "Llama4TextExperts"
 
 
 class StackedExperts(nn.Module):
@@ -95,12 +109,11 @@ class StackedExperts(nn.Module):
             weight = getattr(experts, key)
             empty = torch.empty(shape, dtype=weight.dtype, device=weight.device)
             self.register_parameter(key, nn.Parameter(empty, weight.requires_grad))
-        self._own: list[Any] = []  # in a list, or its parameters would be listed twice
-        if not is_gated_mlp(experts):
-            own_experts = copy(experts)
-            own_experts.num_experts = self._bounds[group.rank() + 1] - self._bounds[group.rank()]
-            own_experts._parameters = self._parameters
-            self._own.append(own_experts)
+        own_experts = copy(experts)
+        own_experts.num_experts = self._bounds[group.rank() + 1] - self._bounds[group.rank()]
+        own_experts._parameters = self._parameters
+        self._own = [own_experts]  # in a list, or its parameters would be listed twice
+        self._is_gated_mlp = is_gated_mlp(experts)
 
     @property
     def weight(self) -> Tensor:
@@ -117,6 +130,14 @@ class StackedExperts(nn.Module):
         outputs = self._own[0](rows, index, rows.new_ones(len(rows), 1))
         return plan.by_rank(outputs[: len(rows) - num])
 
+    def _as_one_graph(self, *given: Tensor) -> Tensor:
+        """Return what all experts, which are here, make of the tokens, without a number that the
+        host would have to read.
+        """
+        from transformers.integrations.moe import grouped_mm_experts_forward
+
+        return grouped_mm_experts_forward(self._own[0], *given)
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute the experts of each token: hidden_states (N, D), their experts (N, k) int64 and
         weights (N, k) give (N, D).
@@ -128,6 +149,9 @@ class StackedExperts(nn.Module):
         if self._tensor is not None:
             hidden_states = collectives.copy(hidden_states, self._tensor)
             top_k_weights = collectives.copy(top_k_weights, self._tensor)
+        if is_traced() and self._group.size() == 1:
+            y = self._as_one_graph(hidden_states, top_k_index, top_k_weights)
+            return y if self._tensor is None else collectives.reduce(y, self._tensor)
         bad = top_k_weights.detach().isnan().any()
         plan, bad_ranks = plan_dispatch(top_k_index, None, bad, self._bounds, self._group)
         if bad_ranks:
@@ -138,12 +162,43 @@ class StackedExperts(nn.Module):
             )
         # nothing else is there to compute until the rows of other ranks have come
         rows = plan.start(plan.rows_of(hidden_states)).wait()
-        if self._own:
-            rows = self._by_own_code(rows, plan)
-        else:
+        if self._is_gated_mlp:
             rows = gated_mlps(rows, plan, self.gate_up_proj, self.down_proj, self.act_fn)
+        else:
+            rows = self._by_own_code(rows, plan)
         y = plan.combine(plan.send_back(rows), top_k_weights)
         return y if self._tensor is None else collectives.reduce(y, self._tensor)
+
+
+class RowExperts(StackedExperts):
+    """Experts that are called with a row of each token for each of them. ¶ A row that its router
+    did not choose is zero; a gated MLP makes zero of it and hands no gradient on, so only chosen
+    rows are sent and computed.
+    """
+
+    def _by_own_code(self, rows: Tensor, plan: Dispatch) -> Tensor:
+        rows, counts = plan.by_expert(rows), plan.counts
+        gate, up = grouped_linear(rows, self.gate_up_proj.transpose(1, 2), counts).chunk(2, -1)
+        hidden = up * self.act_fn(gate)
+        return plan.by_rank(grouped_linear(hidden, self.down_proj.transpose(1, 2), counts))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        """Compute each row by its expert: (E * N, D), sorted by expert, to the same.
+
+        Raises:
+            DataError: rows are NaN, here or on another rank of the group.
+        """
+        rows = hidden_states.view(self.num_experts, -1, hidden_states.shape[-1])
+        is_chosen = (rows.detach() != 0).any(-1)
+        if is_traced() and self._group.size() == 1:
+            self.counter.add_counts(is_chosen.sum(1), is_training=self.training)
+            return self._own[0](hidden_states)
+        experts, tokens = is_chosen.nonzero(as_tuple=True)
+        chosen = rows[experts, tokens]
+        # a weight of NaN is how a rank tells the others, which would wait for it
+        weights = torch.where(chosen.detach().isnan().any(-1, keepdim=True), torch.nan, 1.0)
+        made = super().forward(chosen, experts.unsqueeze(1), weights.to(chosen))
+        return torch.zeros_like(rows).index_put((experts, tokens), made).view_as(hidden_states)
 
 
 def expert_group() -> Group | None:
@@ -180,9 +235,8 @@ def share_experts(
     for path, of_module in by_module.items():
         if path in modules:  # and not on another stage
             parent, _, last = path.rpartition(".")
-            setattr(
-                modules[parent], last, StackedExperts(modules[path], group, of_module, path, tensor)
-            )
+            kind = RowExperts if _takes_all_rows(modules[path]) else StackedExperts
+            setattr(modules[parent], last, kind(modules[path], group, of_module, path, tensor))
 
 
 def router_load(router_logits: Sequence[Tensor], top_k: int) -> Tensor:

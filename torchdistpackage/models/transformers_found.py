@@ -21,7 +21,6 @@ from torchdistpackage.config.head_tasks import ModelHead, is_head
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.families.found import (
     BESIDE,
-    SAMPLED,
     TRAINED,
     active_share,
     chosen_experts,
@@ -121,10 +120,7 @@ def _read(text: str, tensor: int, head: ModelHead | None = None) -> FoundModel:
     config_dict = json.loads(text)
     if tensor > 1:
         uncut = _read(text, 1, head)
-        is_sampled = (
-            config_dict.get("model_type") in SAMPLED
-        )  # refused, and no trial of it says more
-        return uncut if uncut.refused or is_sampled else _cut(config_dict, uncut, tensor, head)
+        return uncut if uncut.refused else _cut(config_dict, uncut, tensor, head)
     with ALONE:
         config = known_settings(config_dict, head)
         model = on_meta(config_dict, torch.float32, head=head)

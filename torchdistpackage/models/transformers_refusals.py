@@ -3,7 +3,6 @@
 from math import prod
 
 from torchdistpackage.config.head_tasks import MOST_CLASSES_OF_A_TEXT, ModelHead
-from torchdistpackage.families.found import SAMPLED
 from torchdistpackage.families.registry import FAMILIES
 from torchdistpackage.families.table import ContextWay
 from torchdistpackage.layout.partition import either, nearest
@@ -43,7 +42,7 @@ def refusals(shape: TransformersShape, use: ModelUse) -> list[tuple[str, str]]:
         problems.append(("parallel.sequence_parallel", text))
     if use.tp_comm_overlap and not shape.kind.splits_sequence:
         problems.append(("parallel.tp_comm_overlap", _needs_table(shape)))
-    if use.compiles_blocks and shape.kind.shared_experts:
+    if use.compiles_blocks and shape.kind.shared_experts and use.expert > 1:
         problems.append(("train.compile", _routed(shape)))
     if use.compares_rows and shape.kind.auxiliary:
         text = (
@@ -59,11 +58,6 @@ def refusals(shape: TransformersShape, use: ModelUse) -> list[tuple[str, str]]:
         problems.append(("train.distill.kd_ratio", text))
     if use.head is not None:
         problems += _head_problems(shape, use.head, use.num_class_weights)
-    if (why := SAMPLED.get(shape.family)) is not None:
-        cut = {"tensor": tensor, "pipe": use.num_stages}
-        text = f"{name}: {why}; set {{}} to 1, and use data and zero"
-        problems += [(f"parallel.{x}", text.format(x)) for x, n in cut.items() if n > 1]
-        return problems + _too_long(shape) + _lora_problems(shape, 1)
     shares = can_share(shape, tensor)
     if not shares:
         problems.append(("parallel.tensor", _uncut(shape, tensor)))
@@ -153,13 +147,13 @@ def _slices_nothing(shape: TransformersShape) -> str | None:
 
 
 def _routed(shape: TransformersShape) -> str:
-    """Return why a block with experts is not a graph."""
+    """Return why a block whose experts are on several ranks is not a graph."""
     by_name = layouts(shape)
     path = next(x for x, at in by_name.items() if "expert" in at.split_axes).rpartition(".")[0]
     return (
-        f"blocks is for blocks that become one graph, and {path} of {shape.class_name} counts the "
-        f"tokens that its router sends to each expert on the host; set compile to auto, which "
-        f"leaves such blocks uncompiled, or to off"
+        f"blocks is for blocks that become one graph, and {path} of {shape.class_name}, whose "
+        f"experts parallel.expert shares, counts the tokens for each rank on the host; set "
+        f"compile to auto, which leaves such blocks uncompiled, or to off"
     )
 
 

@@ -52,6 +52,7 @@ class ExpertCounts:
         indexed = ((index_of.get(names.get(mixtures[p], "")), r) for p, r in routers.items())
         self._mine = {index: router for index, router in indexed if index is not None}
         self._counts = counts
+        self.reset()
 
     def reset(self) -> None:
         """Forget counts from outside of steps, such as a trial's."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchdistpackage.comm import primitives
+from torchdistpackage.comm.operators import is_traced
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.ddp.param_spec import batch_group
 from torchdistpackage.layout.moe import MoEShape
@@ -81,11 +82,12 @@ class LoadCounter:
         self.dropped: Tensor | None = None
 
     def add(self, experts: Tensor, *, is_training: bool) -> None:
-        """Count experts (S, B, k) of a training forward, but not of a recomputation in the
-        backward.
-        """
-        if is_training and torch._C._current_graph_task_id() == -1:
-            counts = counts_of(experts, self.num_experts).sum(0)
+        """Count experts (S, B, k), as `add_counts` does."""
+        self.add_counts(counts_of(experts, self.num_experts).sum(0), is_training=is_training)
+
+    def add_counts(self, counts: Tensor, *, is_training: bool) -> None:
+        """Add counts (E,) int64 of a training forward, but not of a recomputation."""
+        if is_training and (is_traced() or torch._C._current_graph_task_id() == -1):
             self.total = counts if self.total is None else self.total + counts
 
     def add_dropped(self, number: Tensor) -> None:
@@ -102,7 +104,9 @@ class LoadCounter:
             counts[:-1] += self.total
         if self.dropped is not None:
             counts[-1] += self.dropped
-        self.total = self.dropped = None
+        self.dropped = None
+        # zeros, as a graph of a step that begins with nothing would be another one
+        self.total = torch.zeros_like(counts[:-1])
         return counts
 
     def __deepcopy__(self, memo: dict[int, object]) -> "LoadCounter":
