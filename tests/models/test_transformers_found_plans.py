@@ -122,7 +122,7 @@ def test_what_no_stage_can_do_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("family", "more", "said"),
     [
-        ("llama4_text", EXPERT[1:], "Llama4ForCausalLM has none such; set expert to 1"),
+        ("dbrx", EXPERT[1:], "DbrxForCausalLM has none such; set expert to 1"),
         ("llama", EXPERT[1:], "LlamaForCausalLM has none such; set expert to 1"),
         pytest.param(
             *("qwen3_moe", ["parallel.expert=8"]),

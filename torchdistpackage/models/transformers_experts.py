@@ -198,7 +198,7 @@ class RowExperts(StackedExperts):
         # a weight of NaN is how a rank tells the others, which would wait for it
         weights = torch.where(chosen.detach().isnan().any(-1, keepdim=True), torch.nan, 1.0)
         made = super().forward(chosen, experts.unsqueeze(1), weights.to(chosen))
-        return torch.zeros_like(rows).index_put((experts, tokens), made).view_as(hidden_states)
+        return made.new_zeros(rows.shape).index_put((experts, tokens), made).view_as(hidden_states)
 
 
 def expert_group() -> Group | None:
