@@ -265,6 +265,7 @@ def left_out(lora: Lora, weights: Mapping[str, Weight]) -> str | None:
 _SCANS = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 _IN_SCAN = ("out_proj", "conv1d")
 """Types of models, and their layers, that peft (0.21) refuses."""
+_REVERSIBLE = {"reformer": "the encoder of reversible layers (ReformerEncoder)"}
 _NUMBERS = re.compile(r"\.\d+")
 _STACKED = re.compile(r"\.experts\.[^.]+$")
 _EXPERT_WORDS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -337,6 +338,11 @@ def target_problems(
         f"{target} is in modules_to_save too, which trains it whole; name it in one of them"
         for target in dict.fromkeys(both)
     ]
+    if family in _REVERSIBLE:
+        problems.append(
+            f"{_REVERSIBLE[family]} of {family} takes gradients only of embedded tokens that have "
+            f"one, which adapters over frozen embeddings do not; train the whole model"
+        )
     if fused := [layer for layer in _adapted_layers(weights) if is_in_scan(family, layer)]:
         others = (x for x in linear_layers(weights) if x not in _IN_SCAN)
         problems.append(

@@ -122,8 +122,10 @@ def try_context(model: Any, sample: Sample) -> ContextWay:
     problem = ""
     for begin in begins:
         way = _gathering(copied, sample, begin, expected)
+        if not way.problem and way.gathered:
+            way = _swapping(copied, sample, way, expected)
         if not way.problem:
-            return _swapping(copied, sample, way) if way.gathered else way
+            return way
         problem = problem or way.problem
     return ContextWay(problem=problem)
 
@@ -139,11 +141,37 @@ def _alone(model: Any, sample: Sample) -> _Watched:
     return record
 
 
-def _swapping(model: Any, sample: Sample, way: ContextWay) -> ContextWay:
-    """Return `way` as it is where gathered modules may get all of some samples, or without that."""
+def _swapping(model: Any, sample: Sample, way: ContextWay, alone: _Watched) -> ContextWay:
+    """Return `way` as it is where gathered modules may get all of some samples, or without that, or
+    with the problem of two samples.
+
+    alone: what the copy computes of one sample.
+    """
     two = replace(sample, ids=torch.cat((sample.ids, sample.ids.flip(1))))
-    is_right = _tried(model, two, way, _alone(model, two), set()) is None
-    return way if is_right else replace(way, swaps=False)
+    expected = _alone(model, two)
+    difference = None
+    for swaps in (True, False):
+        if swaps and _shares_arguments(model, way, alone):
+            continue
+        tried = replace(way, swaps=swaps)
+        if (difference := _tried(model, two, tried, expected, set())) is None:
+            return tried
+    text = "" if difference is None else difference.text
+    return replace(way, problem=text)
+
+
+def _shares_arguments(model: nn.Module, way: ContextWay, alone: _Watched) -> bool:
+    """Return whether a gathered module is given a tensor whose first dim is not that of samples: it
+    might have as many rows as a run has samples.
+
+    alone: the calls for one sample.
+    """
+    return any(
+        x.dim() >= 2 and x.shape[0] not in (1, alone.logits.shape[1])
+        for (path, _), (tensors, _) in alone.calls.items()
+        if type(model.get_submodule(path)).__name__ in way.gathered
+        for x in tensors
+    )
 
 
 def _gathering(model: Any, sample: Sample, way: ContextWay, expected: _Watched) -> ContextWay:

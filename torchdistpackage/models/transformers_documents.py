@@ -7,12 +7,14 @@ states of recurrences or convolutions, each document gets a row of its own (docu
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchdistpackage.families.found import TRAINED
 from torchdistpackage.families.table import DocumentsWay
 from torchdistpackage.models.document_rows import DocumentRows
 from torchdistpackage.models.transformers_calls import arguments_of
@@ -28,6 +30,11 @@ from torchdistpackage.tools.undisturbed import in_eval
 LENGTHS = (5, 4, 3)
 """Of the documents in a sample that is tried."""
 _TOLERANCE = 1e-4
+_BY_LENGTH = {
+    "xlstm": "xLSTMForCausalLM computes a document otherwise in a longer row: its cells "
+    "(xLSTMBackend) add eps to denominators that depend on where a row is cut into chunks"
+}
+"""Classes whose numbers depend on the length of a row, by less than a trial in float32 shows."""
 
 
 def found_documents(config_dict: Mapping[str, Any]) -> DocumentsWay:
@@ -39,6 +46,8 @@ def found_documents(config_dict: Mapping[str, Any]) -> DocumentsWay:
 def _found(text: str) -> DocumentsWay:
     config_dict = json.loads(text)
     problem = f"transformers makes no small copy of {config_dict.get('model_type')} to try it on"
+    if (why := _BY_LENGTH.get(str(config_dict.get("model_type")))) is not None:
+        return DocumentsWay("not", why)
     # a run may ask in its first forward, under autocast
     with ALONE, torch.autocast("cpu", enabled=False):
         for small in small_models(config_dict):
@@ -62,7 +71,7 @@ def try_documents(model: Any) -> DocumentsWay:
     other = torch.cat([torch.arange(length) for length in reversed(LENGTHS)])
     positions = torch.stack((one, other))
     problem, at = "", name
-    with in_eval(moved):
+    with nullcontext() if model.config.model_type in TRAINED else in_eval(moved):
         for row_layout in ("positions", "rows"):
             try:
                 expected = _each_alone(moved, ids)

@@ -262,7 +262,10 @@ class _SeesSequence:
             if _is_shape(x):
                 return type(x)((x[0], total, *x[2:]))
             if makes_positions(type(self).__name__) and _counts(x, num):
-                return torch.arange(total, device=x.device).expand(*x.shape[:-1], total)
+                rows = x.shape[:-1]
+                if swaps and rows and rows[0] == samples:
+                    rows = (samples // size, *rows[1:])
+                return torch.arange(total, device=x.device).expand(*rows, total)
             dim = _sequence_dim(x, num, total)
             if swaps and x.dim() >= 2 and x.shape[0] == samples and dim != 0:
                 if dim is None:  # equal on all ranks, as a mask of padding
@@ -312,10 +315,12 @@ def makes_positions(kind: str) -> bool:
 
 
 def _counts(x: Tensor, num: int) -> bool:
-    """Return whether `x` counts this rank's tokens from 0, as positions that a class makes."""
-    if x.is_floating_point() or not x.dim() or x.shape[-1] != num or x.shape[:-1].numel() != 1:
+    """Return whether each row of `x` counts this rank's tokens from 0, as positions that a class
+    makes.
+    """
+    if x.is_floating_point() or not x.dim() or x.shape[-1] != num:
         return False
-    return bool((x.flatten() == torch.arange(num, device=x.device)).all())
+    return bool((x == torch.arange(num, device=x.device)).all())
 
 
 def _by_rank(sequence: ContextSequence, num: int) -> list[range]:
