@@ -53,6 +53,18 @@ def test_the_vocabulary_of_text_inside_other_settings_holds_every_byte(tmp_path:
     assert json.loads(Path(str(small.model.hf)).read_text())["text_config"]["vocab_size"] == 256
 
 
+def test_all_parts_that_read_token_ids_hold_every_byte(tmp_path: Path):
+    whole = tmp_path / "config.json"
+    encoder = {"vocab_size": 260, "hidden_size": 64}
+    sizes = {"vocab_size": 260, "vocab_size_per_layer_input": 260, "decoder_vocab_size": None}
+    settings = {"model_type": "blt", "encoder_config": encoder, **sizes}
+    whole.write_text(json.dumps(settings))
+    run = loads(f"model: {{hf: {whole}}}", overrides=["data.seq_len=16"])
+    small = json.loads(Path(str(with_small_copy(run, tmp_path).model.hf)).read_text())
+    assert small["encoder_config"]["vocab_size"] == small["vocab_size_per_layer_input"] == 256
+    assert small["decoder_vocab_size"] is None
+
+
 def test_an_axis_that_does_not_fit_is_left_out_and_said(folder: Path, tmp_path: Path):
     (folder / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 1}))
     plan, said = model_plan(str(folder), [], tmp_path)

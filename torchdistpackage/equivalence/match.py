@@ -134,6 +134,7 @@ def missing_place(parts: Sequence[Tensor], full_tensor: Tensor) -> bool:
     """Return True if even pieces along dims after the first are on no rank, though every part is
     one.
     """
+    parts, full_tensor = [_real(x) for x in parts], _real(full_tensor)
     shape = parts[0].shape[1:]
     if any(x.dim() < 2 or x.shape[1:] != shape for x in (*parts, parts[0])):
         return False
@@ -141,11 +142,11 @@ def missing_place(parts: Sequence[Tensor], full_tensor: Tensor) -> bool:
         size == 0 or full % size for size, full in zip(shape, full_tensor.shape[1:], strict=True)
     ):
         return False
-    scale = max(float(_real(full_tensor).abs().max()) if full_tensor.numel() else 0.0, 1e-30)
+    scale = max(float(full_tensor.abs().max()) if full_tensor.numel() else 0.0, 1e-30)
     limit = TOLERANCE * scale
+    pieces = [*_pieces(shape, full_tensor)]
     fits = [
-        {i for i, piece in enumerate(pieces) if _rows(_real(part), piece, limit) <= limit}
-        for pieces in [[*_pieces(shape, _real(full_tensor))]]
+        {i for i, piece in enumerate(pieces) if _rows(part, piece, limit) <= limit}
         for part in parts
     ]
     num = math.prod(full // size for size, full in zip(shape, full_tensor.shape[1:], strict=True))
@@ -154,9 +155,10 @@ def missing_place(parts: Sequence[Tensor], full_tensor: Tensor) -> bool:
 
 def rows_found(part: Tensor, full_tensor: Tensor) -> set[int]:
     """Return the rows of `full_tensor` that match rows of `part`."""
+    part, full_tensor = _real(part), _real(full_tensor)
     if part.dim() == 0 or part.shape[1:] != full_tensor.shape[1:]:
         return set()
-    gaps = _apart(_real(part), _real(full_tensor))
+    gaps = _apart(part, full_tensor)
     return set(((gaps <= TOLERANCE).nonzero()[:, 1]).tolist())
 
 

@@ -21,6 +21,11 @@ _AXES = ("parallel.data=2", "parallel.pipe=2", "parallel.tensor=2")
 _MOST_BYTES = 1 << 20
 _TEXT = ("text_config", "decoder", "generator", "text_encoder")
 """Where transformers' `get_text_config` looks."""
+_VOCABS = (
+    *("vocab_size", "vocab_size_per_layer_input"),
+    *("unpadded_vocab_size", "decoder_vocab_size"),
+)
+"""Settings that count token ids."""
 
 
 def is_model(argument: str) -> bool:
@@ -82,8 +87,9 @@ def with_small_copy(config: RunConfig, scratch: Path) -> RunConfig:
     # tokens are bytes, unless the data are those of the model's own tokenizer
     has_own = config.data.tokenizer is not None or config.data.name == "tokens"
     for whole, copied in ((config_dict, small), *_text_settings(config_dict, small)):
-        if "vocab_size" in whole:
-            copied["vocab_size"] = whole["vocab_size"] if has_own else BYTES
+        for key in _VOCABS:
+            if isinstance(whole.get(key), int):
+                copied[key] = whole[key] if has_own else BYTES
     copy = scratch / FILE
     copy.write_text(json.dumps(small))
     sizes = {"vocab": small["vocab_size"]} if "vocab_size" in config_dict else {}
@@ -93,12 +99,15 @@ def with_small_copy(config: RunConfig, scratch: Path) -> RunConfig:
 
 
 def _text_settings(config_dict: Any, small: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the settings of text inside those of a model of several kinds of input, and the small
-    copy's.
+    """Yield the settings of text inside those of a model of several kinds of input, and of parts
+    that read the model's own vocabulary, as BLT's encoder does, and the small copy's.
     """
-    for key in _TEXT:
-        if isinstance(config_dict.get(key), dict) and isinstance(small.get(key), dict):
-            yield config_dict[key], small[key]
+    vocab = config_dict.get("vocab_size")
+    for key, part in config_dict.items():
+        if not isinstance(part, dict) or not isinstance(small.get(key), dict):
+            continue
+        if key in _TEXT or (vocab is not None and part.get("vocab_size") == vocab):
+            yield part, small[key]
 
 
 def _reason(error: ConfigError) -> str:
