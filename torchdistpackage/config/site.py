@@ -164,8 +164,8 @@ def _partition_problems(site: Site, requested: Mapping[str, str | None]) -> Iter
         partitions = [x for x in names if x in site.partitions] or [*site.partitions][:1]
         advice = to_write({"slurm": {"partition": ",".join(partitions)}})
         shown = ", ".join(site.partitions)
-        yield "partition", f"{', '.join(absent)} is not a partition of this site ({shown}); "
-        f"{advice}"
+        name = ", ".join(absent)
+        yield "partition", f"{name} is not a partition of this site ({shown}); {advice}"
     for option, values in (("account", site.accounts), ("qos", [*site.qos])):
         value = requested.get(option)
         if values and value is not None and value not in values:
