@@ -2,11 +2,12 @@
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from tests.train import parity
 from tests.train.transformers_ranks import (
@@ -186,3 +187,62 @@ def saved_by_peft(base: str, adapters: str, folder: str) -> None:
     with quiet():
         model = PeftModel.from_pretrained(model, adapters, is_trainable=True)
         model.save_pretrained(folder, save_embedding_layers=False)
+
+
+def expert_factors(model) -> dict[str, tuple[torch.nn.Parameter, Callable[[Tensor], Tensor]]]:
+    """By global name the factors of peft's wrappers around experts, and how this package stacks
+    them: A (E, r, Din), B (E, Dout, r).
+    """
+    from peft.tuners.lora.layer import ParamWrapper
+
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, ParamWrapper):
+            stack = f"{plain(path)}.{module.parameter_name}"
+            num, r = module.num_experts, module.r["default"]
+
+            def a_of(x, num=num, r=r):
+                return x.reshape(num, r, -1)
+
+            def b_of(x, num=num, r=r):
+                return x.reshape(-1, r, num).permute(2, 0, 1)
+
+            found[f"{stack}.lora_A"] = (module.lora_A["default"].weight, a_of)
+            found[f"{stack}.lora_B"] = (module.lora_B["default"].weight, b_of)
+    return found
+
+
+def of_peft_experts(folder: str, initial: dict[str, torch.Tensor], options: dict) -> Answer:
+    """`option_steps` of transformers and peft's `target_parameters` in one process."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    section = parity.config([*RUN, f"model.hf={folder}"])
+    model = AutoModelForCausalLM.from_pretrained(folder, **build_options(torch.float64))
+    with quiet():
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options)).train()
+    factors = expert_factors(model)
+    ours = {id(p): (name, stacked) for name, (p, stacked) in factors.items()}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if id(parameter) in ours:
+                key, stacked = ours[id(parameter)]
+                stacked(parameter.data).copy_(initial[key])
+            elif "lora_" in name:
+                parameter.copy_(initial[plain(name)])
+
+    def named(tensors: dict[str, tuple[torch.nn.Parameter, Tensor]]) -> dict[str, Tensor]:
+        by_name = {}
+        for name, (parameter, value) in tensors.items():
+            key, stacked = ours.get(id(parameter), (plain(name), lambda x: x))
+            by_name[key] = stacked(value)
+        return by_name
+
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    gradients, losses = alone(model, trained, adamw(trained.values(), section), section)
+    by_step = []
+    for held in gradients:
+        tensors = {name: (trained[name], x) for name, _, _, x in held}
+        by_step.append(whole(named(tensors)))
+    weights = named({n: (p, p) for n, p in model.named_parameters()})
+    return Answer(whole(weights), by_step, losses)

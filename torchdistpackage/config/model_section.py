@@ -107,8 +107,9 @@ class LoraSection(Section):
     target: k.NamesOrNull = Field(
         default=None,
         description="Linear layers and embeddings that get adapters, by the ends of their names, "
-        "such as [q_proj, v_proj]; [all-linear]: all linear layers of the blocks. null: no "
-        "adapters, the whole model trains.",
+        "such as [q_proj, v_proj]; [all-linear]: all linear layers of the blocks. Stacked experts "
+        "by the name of their module too, such as experts.down_proj. null: no adapters, the whole "
+        "model trains.",
     )
     r: k.Count = Field(
         default=8,

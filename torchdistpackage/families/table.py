@@ -85,8 +85,8 @@ class Weight:
     kind "made": transformers' own modules make the values (`ModuleDraws` of
     models/transformers_meta.py). kind "norms": those of the rows of another weight, once it has its
     values (`reset_magnitudes` of models/transformers_dora.py). inputs: the dim of a linear layer's
-    matrix that multiplies its input. share: fraction of the tokens it works on; less than 1 for an
-    expert.
+    matrix that multiplies its input. stacked: the same of a parameter that holds a matrix for each
+    expert. share: fraction of the tokens it works on; less than 1 for an expert.
     """
 
     layout: Layout
@@ -95,6 +95,7 @@ class Weight:
     zero_row: int | None = None
     inputs: int | None = None
     share: float = 1.0
+    stacked: int | None = None
 
 
 @dataclass
@@ -238,7 +239,8 @@ class Weights:
         """
         path = self.prefix + name
         for each, layout in layouts.items():
-            self.add(f"{name}.{each}", Weight(layout, "normal", self.std))
+            inputs = 2 if len(layout.shape) == 3 else None
+            self.add(f"{name}.{each}", Weight(layout, "normal", self.std, stacked=inputs))
         self.split.experts[path] = {
             each: self.parameters[f"{path}.{each}"].layout for each in layouts
         }

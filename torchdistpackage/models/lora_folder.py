@@ -11,7 +11,13 @@ from torchdistpackage.bounded import parse_json, read_header, read_regular
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.hugging_face_layout import Source
-from torchdistpackage.models.lora_layout import ADAPTER_FILES, Lora, peft_name
+from torchdistpackage.models.lora_layout import (
+    ADAPTER_FILES,
+    Lora,
+    peft_name,
+    peft_names,
+    peft_shape,
+)
 
 _MAX_BYTES = 1 << 20
 _SHOWN = 6
@@ -32,9 +38,12 @@ def adapter_sources(
     """Return the tensors of each trained parameter in peft's files. layouts: of all, by name. tied:
     another name of a parameter, under which peft writes it too.
     """
+    names = peft_names(layouts)
     return {
         name: tuple(
-            Source(peft_name(x), layout.shape) for x in (name, tied.get(name)) if x is not None
+            Source(names.get(x) or peft_name(x), peft_shape(layout))
+            for x in (name, tied.get(name))
+            if x is not None
         )
         for name, layout in layouts.items()
         if lora.trains(name)

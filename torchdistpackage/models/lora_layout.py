@@ -92,6 +92,8 @@ class Lora:
                 by_name |= self._adapter(layer, weight.layout, weight.inputs)
             elif is_meant and has_tables and is_embedding(weight):
                 by_name |= self._adapter_of_table(layer, weight.layout)
+            elif weight.stacked is not None and self._means_stack(name):
+                by_name |= self._adapter_of_stack(name, weight, weight.stacked)
         return by_name
 
     def saves(self, layer: str) -> bool:
@@ -105,6 +107,9 @@ class Lora:
     @property
     def is_all(self) -> bool:
         return ALL_LINEAR in self.target
+
+    def _means_stack(self, parameter: str) -> bool:
+        return any(names_stack(target, parameter) for target in self.target)
 
     def _adapter(self, layer: str, adapted: Layout, inputs: int) -> dict[str, Weight]:
         outputs = 1 - inputs
@@ -137,6 +142,39 @@ class Lora:
         b = Layout(f"{layer}.lora_embedding_B", (columns, self.r))
         # peft draws B, and not A as in linear layers
         return {a.name: Weight(a, "zeros"), b.name: Weight(b, "normal", 1.0)}
+
+    def _adapter_of_stack(self, name: str, adapted: Weight, inputs: int) -> dict[str, Weight]:
+        """Return the adapters of the matrices of a block's experts, which ranks share as these."""
+        layout, outputs = adapted.layout, 3 - inputs
+        num_experts, num_inputs = layout.shape[0], layout.shape[inputs]
+
+        def like(factor: str, shape: tuple[int, ...], at: int, dim: int) -> Layout:
+            """Return the layout of a factor, whose dim `at` is the matrix's `dim`."""
+            dims = {0: 0, at: dim}
+            split = tuple(layout.split[dims[x]] if x in dims else () for x in range(3))
+            return Layout(
+                f"{name}.{factor}",
+                shape,
+                split,
+                unreduced=() if split[at] else tuple(x for axes in layout.split[1:] for x in axes),
+                view=layout.view,
+                parts=tuple(layout.parts[dims[x]] if x in dims else () for x in range(3)),
+                uneven=layout.uneven,
+                heads=layout.heads if split[at] else None,
+            )
+
+        a = like("lora_A", (num_experts, self.r, num_inputs), 2, inputs)
+        b = like("lora_B", (num_experts, layout.shape[outputs], self.r), 1, outputs)
+        std = (3 * num_inputs) ** -0.5  # as of a linear layer
+        return {
+            a.name: Weight(a, "uniform", std, share=adapted.share),
+            b.name: Weight(b, "zeros", share=adapted.share),
+        }
+
+    @property
+    def scaling(self) -> float:
+        """The factor of what adapters add."""
+        return self.alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
     def packed(self, weights: Mapping[str, Weight], output: str) -> dict[str, int]:
         """Return the weights held in 4 or 8 bits, by name the dim of their inputs: those of frozen
@@ -220,6 +258,13 @@ def names(target: str, layer: str) -> bool:
     return f".{layer}".endswith(f".{target}")
 
 
+def names_stack(target: str, parameter: str) -> bool:
+    """Return whether `target` is the name of a parameter of experts, or the end of it with the
+    module's name, such as `experts.down_proj`: alone the last word is that of linear layers.
+    """
+    return "." in target and names(target, parameter)
+
+
 def peft_targets(weights: Mapping[str, Weight]) -> tuple[list[str], list[str]]:
     """Return (target_modules, target_parameters) by which peft finds exactly the layers with
     adapters among these parameters.
@@ -232,11 +277,15 @@ def peft_targets(weights: Mapping[str, Weight]) -> tuple[list[str], list[str]]:
     layers = _adapted_layers(weights)
     has_stacks = any(_STACKED.search(name) for name in weights)
     as_expert = [x for x in layers if has_stacks and _last(x) in _EXPERT_WORDS]
-    adapted = {layer: None for layer in layers if layer not in as_expert}
+    stacks = [x for x in layers if weights.get(x) is not None]
+    adapted = {layer: None for layer in layers if layer not in {*as_expert, *stacks}}
     paths = {path for name in weights if not is_adapter(name) for path in _parents(name)}
     others = {_last(path) for path in paths if path not in adapted}
     names = (layer if _last(layer) in others else _last(layer) for layer in adapted)
-    return list(dict.fromkeys(names)), [f"{layer}.weight" for layer in as_expert]
+    frozen = {_with_module(x) for x, w in weights.items() if w.stacked and x not in stacks}
+    parameters = [f"{layer}.weight" for layer in as_expert]
+    parameters += [x if _with_module(x) in frozen else _with_module(x) for x in stacks]
+    return list(dict.fromkeys(names)), list(dict.fromkeys(parameters))
 
 
 def left_out(lora: Lora, weights: Mapping[str, Weight]) -> str | None:
@@ -266,6 +315,7 @@ _SCANS = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 _IN_SCAN = ("out_proj", "conv1d")
 """Types of models, and their layers, that peft (0.21) refuses."""
 _REVERSIBLE = {"reformer": "the encoder of reversible layers (ReformerEncoder)"}
+_FACTOR = re.compile(r"\.(lora_[AB])\.(?!weight$)(\w+)$")
 _NUMBERS = re.compile(r"\.\d+")
 _STACKED = re.compile(r"\.experts\.[^.]+$")
 _EXPERT_WORDS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -292,8 +342,86 @@ def _last(path: str) -> str:
     return path.rpartition(".")[2]
 
 
+def _with_module(parameter: str) -> str:
+    """Return the last two words of a parameter's name, the first of which is its module's."""
+    return ".".join(parameter.split(".")[-2:])
+
+
+def is_of_stack(adapter: Layout) -> bool:
+    """Return whether the trained parameter is a factor of the matrices of a block's experts."""
+    return is_adapter(adapter.name) and len(adapter.shape) == 3
+
+
+def peft_names(layouts: Mapping[str, Layout]) -> dict[str, str]:
+    """Return the names in peft's files of the adapters among these parameters.
+
+    A module with several adapted parameters is wrapped once for each, the first innermost, and its
+    files tell them apart by the depth alone.
+    """
+    by_module: dict[str, list[str]] = {}
+    for name, layout in layouts.items():
+        if is_of_stack(layout) and name.endswith(".lora_A"):
+            stack = name.removesuffix(".lora_A")
+            by_module.setdefault(stack.rpartition(".")[0], []).append(stack)
+    depths = {
+        stack: (module, len(stacks) - 1 - index)
+        for module, stacks in by_module.items()
+        for index, stack in enumerate(stacks)
+    }
+    names: dict[str, str] = {}
+    for name, layout in layouts.items():
+        if is_of_stack(layout):
+            stack, _, factor = name.rpartition(".")
+            module, depth = depths[stack]
+            names[name] = f"{PREFIX}{module}{'.base_layer' * depth}.{factor}.weight"
+        elif is_adapter(name):
+            names[name] = peft_name(name)
+    return names
+
+
+def peft_shape(layout: Layout) -> tuple[int, ...]:
+    """Return the shape of a trained parameter in peft's files."""
+    if not is_of_stack(layout):
+        return layout.shape
+    num, rows, columns = layout.shape
+    return (num * rows, columns) if layout.name.endswith("A") else (rows, columns * num)
+
+
+def to_peft(layout: Layout, value: Any) -> Any:
+    """Return the full tensor of a trained parameter as peft's files have it: of experts A one
+    below the other, and B with the experts of each rank side by side.
+    """
+    if not is_of_stack(layout):
+        return value
+    stacked = value if layout.name.endswith("A") else value.permute(1, 2, 0)
+    return stacked.reshape(peft_shape(layout))
+
+
+def from_peft(layout: Layout, value: Any) -> Any:
+    """Return the full tensor of a trained parameter from that of peft's files."""
+    if not is_of_stack(layout):
+        return value
+    num, rows, columns = layout.shape
+    if layout.name.endswith("A"):
+        return value.reshape(num, rows, columns)
+    return value.reshape(rows, columns, num).permute(2, 0, 1)
+
+
+def local_name(adapter: str) -> str:
+    """Return the name of a factor of experts in their module, such as lora_A.down_proj."""
+    stack, _, factor = adapter.rpartition(".")
+    return f"{factor}.{_last(stack)}"
+
+
+def global_adapter_name(name: str) -> str:
+    """Return the global name of a parameter that the model calls `name`, which is another one for
+    a factor of experts.
+    """
+    return _FACTOR.sub(r".\2.\1", name)
+
+
 def peft_name(parameter: str) -> str:
-    """Return the name of an adapter's parameter in peft's files."""
+    """Return the name of a trained parameter, but for a factor of experts, in peft's files."""
     is_magnitude = parameter.endswith(f"{MAGNITUDE}.weight")
     return PREFIX + (parameter.removesuffix(".weight") if is_magnitude else parameter)
 
@@ -317,6 +445,12 @@ def linear_layers(weights: Mapping[str, Weight]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(layers))
 
 
+def stack_names(weights: Mapping[str, Weight]) -> tuple[str, ...]:
+    """Return the names by which the matrices of experts get adapters."""
+    stacks = (_with_module(name) for name, w in weights.items() if w.stacked is not None)
+    return tuple(dict.fromkeys(stacks))
+
+
 def target_problems(
     lora: Lora, family: str, weights: Mapping[str, Weight], tied: Mapping[str, str]
 ) -> list[str]:
@@ -330,6 +464,9 @@ def target_problems(
     tables = [x for x in _adapted_layers(weights) if f"{x}.lora_embedding_A" in weights]
     layers |= dict.fromkeys(tables, True)
     fits = f"its linear layers are {', '.join(linear_layers(weights))}"
+    stacks = [name for name, w in weights.items() if w.stacked is not None]
+    if stacks:
+        fits += f", and its experts {', '.join(stack_names(weights))}"
     problems: list[str] = []
     if lora.is_all and len(lora.target) > 1:
         problems.append(f"{ALL_LINEAR} stands for all linear layers; leave the others out")
@@ -350,6 +487,9 @@ def target_problems(
             f"weight alone; name other layers, such as {', '.join(others)}, or {ALL_LINEAR}"
         )
     for target in lora.target:
+        if experts := [x for x in stacks if names_stack(target, x)]:
+            problems += _stack_problems(lora, target, experts)
+            continue
         chosen = [table for table in tables if names(target, table)]
         shared = [x for x, name in tied.items() if name.removesuffix(".weight") in chosen]
         if shared:
@@ -368,9 +508,23 @@ def target_problems(
                 f"{target} of {family} is {reason}, and only linear layers and embeddings can have "
                 "adapters"
             )
+        elif name := next((x for x in stacks if names(target, x)), None):
+            problems.append(
+                f"{target} of {family} is a matrix of all experts; name it {_with_module(name)}"
+            )
         else:
             problems.append(f"{family} has no layer {target}")
     return [*problems[:-1], f"{problems[-1]}; {fits}"] if problems else []
+
+
+def _stack_problems(lora: Lora, target: str, stacks: Sequence[str]) -> Iterator[str]:
+    """Yield what peft has not on matrices of experts, which it adapts as parameters."""
+    if any(is_inside(lora.modules_to_save, stack) for stack in stacks):
+        yield f"{target} is in modules_to_save too, which trains it whole; name it in one of them"
+    if lora.dropout:
+        yield f"peft has no dropout on the experts of {target}; set model.lora.dropout to 0"
+    if lora.use_dora:
+        yield f"use_dora is for linear layers, and {target} is a matrix of all experts"
 
 
 def saved_problems(

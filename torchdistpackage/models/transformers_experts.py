@@ -22,6 +22,8 @@ from torchdistpackage.ddp.param_spec import batch_group
 from torchdistpackage.errors import DataError
 from torchdistpackage.layout.derive import local_shape
 from torchdistpackage.layout.layout import Layout
+from torchdistpackage.models.lora_layout import is_of_stack, local_name
+from torchdistpackage.models.transformers_stacks import adapt_as, is_adapted, without_hooks
 from torchdistpackage.parallel.expert.balance import LoadCounter
 from torchdistpackage.parallel.expert.dispatch import Dispatch, plan_dispatch
 from torchdistpackage.parallel.expert.experts import bounds
@@ -103,17 +105,25 @@ class StackedExperts(nn.Module):
         self.name, self._group, self._tensor = name, group, tensor
         self._bounds = bounds(self.num_experts, group.size())
         self.counter = LoadCounter(self.num_experts)
-        for key, layout in layouts.items():
-            axes = [x for x in layout.split_axes if x != "expert"]
-            shape = local_shape(layout, *_mesh_index(group, tensor, axes[0] if axes else "tensor"))
-            weight = getattr(experts, key)
+        shapes = {key: self._local_shape(layout) for key, layout in layouts.items()}
+        for key in experts._parameters:
+            shape, weight = shapes[key], getattr(experts, key)
             empty = torch.empty(shape, dtype=weight.dtype, device=weight.device)
             self.register_parameter(key, nn.Parameter(empty, weight.requires_grad))
+        self._is_adapted = is_adapted(experts)
+        if self._is_adapted:
+            adapt_as(self, experts, shapes)
         own_experts = copy(experts)
         own_experts.num_experts = self._bounds[group.rank() + 1] - self._bounds[group.rank()]
         own_experts._parameters = self._parameters
+        without_hooks(own_experts)
         self._own = [own_experts]  # in a list, or its parameters would be listed twice
         self._is_gated_mlp = is_gated_mlp(experts)
+
+    def _local_shape(self, layout: Layout) -> tuple[int, ...]:
+        axes = [x for x in layout.split_axes if x != "expert"]
+        axis = axes[0] if axes else "tensor"
+        return local_shape(layout, *_mesh_index(self._group, self._tensor, axis))
 
     @property
     def weight(self) -> Tensor:
@@ -127,6 +137,8 @@ class StackedExperts(nn.Module):
         # an empty row for each expert, so that all parameters have a gradient on every rank
         rows = torch.cat([rows, rows.new_zeros(num, rows.shape[1])])
         index = torch.cat([experts.repeat_interleave(plan.counts), experts]).unsqueeze(1)
+        if self._is_adapted:  # with their adapters, which are in place of the parameters
+            self._own[0]._parameters = {key: getattr(self, key) for key in self._parameters}
         outputs = self._own[0](rows, index, rows.new_ones(len(rows), 1))
         return plan.by_rank(outputs[: len(rows) - num])
 
@@ -230,6 +242,8 @@ def share_experts(
     for name, layout in layouts.items():
         if "expert" in layout.split_axes:
             path, _, last = name.rpartition(".")
+            if is_of_stack(layout):
+                path, last = path.rpartition(".")[0], local_name(name)
             by_module.setdefault(path, {})[last] = layout
     modules = dict(decoder.named_modules())
     for path, of_module in by_module.items():

@@ -240,7 +240,10 @@ def _parameters(
             split = (("expert",), *layout.split[1:])
             layout = replace(layout, split=split, view="expert", uneven=True)
         is_expert = len(shape) == 3 or _EXPERT.search(name) is not None
-        yield name, Weight(layout, "made", inputs=inputs, share=active if is_expert else 1.0)
+        share, stacked = active if is_expert else 1.0, None
+        if len(shape) == 3 and hasattr(module, "is_transposed"):  # of transformers' interface
+            stacked = 1 if module.is_transposed else 2
+        yield name, Weight(layout, "made", inputs=inputs, share=share, stacked=stacked)
 
 
 def _buffers(model: nn.Module) -> Iterator[Layout]:

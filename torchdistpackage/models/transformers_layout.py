@@ -29,7 +29,13 @@ from torchdistpackage.layout.partition import share_heads_evenly
 from torchdistpackage.layout.rope import scaled_length
 from torchdistpackage.layout.table import LayerCut, SplitTable
 from torchdistpackage.lazy import resolve
-from torchdistpackage.models.lora_layout import Lora, is_in_scan
+from torchdistpackage.models.lora_layout import (
+    Lora,
+    global_adapter_name,
+    is_in_scan,
+    is_of_stack,
+    local_name,
+)
 from torchdistpackage.models.transformers_heads import config_with_head, has_bias, with_head
 
 _FOUND = "torchdistpackage.models.transformers_found:found_family"
@@ -335,8 +341,15 @@ def _adapted(
     layers = {
         name.removesuffix(".weight"): LayerCut("adapter", weight.layout)
         for name, weight in of_adapters.items()
+        if not is_of_stack(weight.layout)
     }
-    return replace(w, parameters=w.parameters | of_adapters, split=w.split | SplitTable(layers))
+    experts = {path: dict(layouts) for path, layouts in w.split.experts.items()}
+    for name, weight in of_adapters.items():
+        module = name.rpartition(".")[0].rpartition(".")[0]
+        if is_of_stack(weight.layout) and module in experts:
+            experts[module][local_name(name)] = weight.layout
+    split = w.split | SplitTable(layers, experts=experts)
+    return replace(w, parameters=w.parameters | of_adapters, split=split)
 
 
 def parts(shape: TransformersShape, axis: str) -> list[Weights]:
@@ -418,6 +431,7 @@ def global_name(shape: TransformersShape, name: str) -> str:
     """
     name = name.removesuffix(".default")  # peft's parameters of an embedding
     n, name = shape.kind, name.replace(".base_layer.", ".").replace(".default.", ".")
+    name = global_adapter_name(name)
     name = n.aliases.get(name, name)
     name = n.saved_names.get(name, name)
     is_tied = shape.sizes.tied and name == f"{n.output}.weight"

@@ -16,9 +16,17 @@ from torch import Tensor, nn
 from torchdistpackage.config.model_section import is_adapter
 from torchdistpackage.layout.derive import local_shape
 from torchdistpackage.layout.layout import Layout
-from torchdistpackage.models.lora_layout import Lora, peft_name
+from torchdistpackage.models.lora_layout import (
+    Lora,
+    from_peft,
+    is_of_stack,
+    local_name,
+    peft_name,
+    peft_names,
+)
 from torchdistpackage.models.transformers_dora import Dora
 from torchdistpackage.models.transformers_layout import TransformersShape, global_name, weights
+from torchdistpackage.models.transformers_stacks import adapt_stacks
 from torchdistpackage.parallel.tensor.four_bit import (
     PackedLinear,
     pack_weight,
@@ -39,7 +47,9 @@ def with_adapters(
     from peft import LoraConfig, inject_adapter_in_model
 
     listed = weights(shape)
-    layers = {name.rpartition(".lora_")[0]: name for name in listed if is_adapter(name)}
+    adapters = [name for name in listed if is_adapter(name)]
+    stacked = [name for name in adapters if is_of_stack(listed[name].layout)]
+    layers = {name.rpartition(".lora_")[0]: name for name in adapters if name not in stacked}
     settings = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # of which it takes any number
@@ -48,8 +58,12 @@ def with_adapters(
         target_modules=list(layers),
         fan_in_fan_out=any(listed[f"{layer}.weight"].inputs == 0 for layer in layers),
     )
-    with exact_targets():
-        model = inject_adapter_in_model(settings, model)
+    if layers:
+        with exact_targets():
+            model = inject_adapter_in_model(settings, model)
+    else:
+        model.requires_grad_(False)
+    _adapt_experts(model, {name: listed[name].layout.shape for name in stacked}, shape, dtype)
     if lora.use_dora:
         _add_magnitudes(model, dtype)
     for name, parameter in model.named_parameters():
@@ -58,6 +72,25 @@ def with_adapters(
         elif lora.trains(global_name(shape, name)):
             parameter.requires_grad_(True)
     return model
+
+
+def _adapt_experts(
+    model: nn.Module,
+    adapters: Mapping[str, tuple[int, ...]],
+    shape: TransformersShape,
+    dtype: torch.dtype,
+) -> None:
+    """Put adapters on modules of stacked experts. adapters: their shapes, by global name."""
+    listed, lora = weights(shape), shape.lora
+    assert lora is not None
+    by_module: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, size in adapters.items():
+        module = name.rpartition(".")[0].rpartition(".")[0]
+        by_module.setdefault(module, {})[local_name(name)] = size
+    for path, shapes in by_module.items():
+        matrices = dict.fromkeys(key.partition(".")[2] for key in shapes)
+        inputs = {key: listed[f"{path}.{key}"].stacked or 0 for key in matrices}
+        adapt_stacks(model.get_submodule(path), shapes, inputs, lora.scaling, dtype)
 
 
 @contextmanager
@@ -147,10 +180,12 @@ def read_adapters(
     """Read the trained parameters of a stage from a file of peft. tensors, layouts: of the stage,
     by their names there; a rank takes its own part at `index` of `mesh`.
     """
+    names = peft_names({layout.name: layout for layout in layouts.values()})
     with safe_open(file, framework="pt") as opened:
         for name, layout in layouts.items():
             if lora.trains(layout.name):
-                full = opened.get_tensor(peft_name(layout.name))
+                key = names.get(layout.name) or peft_name(layout.name)
+                full = from_peft(layout, opened.get_tensor(key))
                 copy_part(tensors[name], full, layout, mesh, index)
 
 

@@ -10,6 +10,7 @@ from torchdistpackage.models.lora_layout import (
     cut_problem,
     linear_layers,
     saved_problems,
+    stack_names,
     target_problems,
 )
 from torchdistpackage.models.model_spec import ModelUse
@@ -223,12 +224,6 @@ def _unshared(shape: TransformersShape, expert: int, tensor: int) -> list[tuple[
             f"one; set expert to {most} or less"
         )
         problems.append(("parallel.expert", text))
-    if shape.lora is not None:
-        text = (
-            f"adapters are trained beside whole models alone, and parallel.expert={expert} shares "
-            f"the experts of {name}; set expert to 1"
-        )
-        problems.append(("model.lora.target", text))
     return problems
 
 
@@ -265,6 +260,7 @@ def goes_with(shape: TransformersShape) -> tuple[tuple[str, str], ...]:
     """Return what a run of this model may ask for, axis by axis."""
     n, kind = shape.sizes, shape.kind
     most, by, why = kind.shared_experts, shape.documents_way, context_problem(shape)
+    listed = weights(shape)
     rows = {
         "data": "any number of ranks",
         "zero": "0 to 3",
@@ -274,7 +270,7 @@ def goes_with(shape: TransformersShape) -> tuple[tuple[str, str], ...]:
         "context": f"no: {why}" if why else _context_text(shape),
         "sequence_parallel": _sequence_text(shape),
         "recompute": "none, blocks, offload, auto" if kind.blocks else "none, auto",
-        "lora": f"on {', '.join(linear_layers(weights(shape)))}",
+        "lora": f"on {', '.join((*linear_layers(listed), *stack_names(listed)))}",
         "document_masks": f"no: {by.problem}" if by.problem else _documents_text(shape),
     }
     return tuple((axis, text) for axis, text in rows.items() if text)

@@ -13,7 +13,7 @@ from torchdistpackage.models import (
 )
 from torchdistpackage.models.hugging_face_layout import FolderFiles, Source
 from torchdistpackage.models.lora_folder import adapter_sources, check_adapters
-from torchdistpackage.models.lora_layout import ADAPTER_FILES, left_out, peft_name
+from torchdistpackage.models.lora_layout import ADAPTER_FILES, left_out, to_peft
 from torchdistpackage.models.model_spec import ModelUse
 from torchdistpackage.models.transformers_folder import folder_of
 from torchdistpackage.models.transformers_layout import TransformersShape
@@ -122,13 +122,10 @@ class TransformersSpec:
     def files(self) -> FolderFiles:
         if self.shape.lora is None:
             return folder_of(self.shape).files()
-        tied = self._saved_tied
-        if tied is None:
-            return ADAPTER_FILES
+        sources, layouts = self.sources(), self.layouts()
 
         def stored(name: str, value: Any) -> dict[str, Any]:
             # peft reads a tied weight under both names
-            keys = tied if name == tied[0] else (name,)
-            return {peft_name(key): value for key in keys}
+            return {x.key: to_peft(layouts[name], value) for x in sources[name]}
 
         return replace(ADAPTER_FILES, stored=stored)

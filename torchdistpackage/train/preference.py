@@ -182,15 +182,13 @@ def sum_log_probs(loss: LossFn, outputs: Tensor, targets: Tensor, rows_dim: int 
 
 @contextmanager
 def adapters_off(stage: nn.Module) -> Iterator[None]:
-    """Make peft's layers compute without their adapters inside the block."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [x for x in stage.modules() if isinstance(x, BaseTunerLayer)]
+    """Make peft's layers, and experts with adapters, compute without these inside the block."""
+    layers = [x for x in stage.modules() if hasattr(x, "_disable_adapters")]
     # its `enable_adapters` would freeze the adapters too, whose gradients are waited for
     for layer in layers:
-        layer._disable_adapters = True
+        layer._disable_adapters = True  # type: ignore[assignment]
     try:
         yield
     finally:
         for layer in layers:
-            layer._disable_adapters = False
+            layer._disable_adapters = False  # type: ignore[assignment]

@@ -25,17 +25,21 @@ def split_stacked(
     group: Group,
     shard: Callable[[nn.Parameter, Layout], nn.Parameter],
 ) -> None:
-    """Split the parameters of `module` by `layouts`, which lists all of them by name.
+    """Split the parameters of `module` by `layouts`, which lists all of them by name, as it does
+    those of its adapters.
 
     shard: returns this rank's shard of a parameter.
     """
     shared: list[str] = []
     for name, layout in layouts.items():
-        weight = module._parameters[name]
+        # an adapter's factor is in a dict of the module
+        path, _, last = name.rpartition(".")
+        owner = module.get_submodule(path)
+        weight = owner._parameters[last]
         assert weight is not None
         if layout.split_axes:
-            module.register_parameter(name, shard(weight, layout))
-        else:
+            owner.register_parameter(last, shard(weight, layout))
+        elif owner is module:
             shared.append(name)
     module.register_forward_pre_hook(_ExpertsInput(group, tuple(shared)), with_kwargs=True)
     module.register_forward_hook(_ExpertsResult(group, tuple(shared)))
