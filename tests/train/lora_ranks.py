@@ -246,3 +246,51 @@ def of_peft_experts(folder: str, initial: dict[str, torch.Tensor], options: dict
         by_step.append(whole(named(tensors)))
     weights = named({n: (p, p) for n, p in model.named_parameters()})
     return Answer(whole(weights), by_step, losses)
+
+
+def grown_by_peft(folder: str, initial: dict[str, torch.Tensor], options: dict, vocab: int):
+    """transformers' model with more tokens and peft's adapters, with these values."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, **build_options(torch.float64))
+    model.resize_token_embeddings(vocab, mean_resizing=False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in initial:  # the added rows too
+                parameter.copy_(initial[name])
+    with quiet():
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options)).train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name or "trainable_tokens" in name:
+                parameter.copy_(initial[plain(name)])
+    return model
+
+
+def of_peft_tokens(
+    folder: str, initial: dict[str, torch.Tensor], options: dict, vocab: int
+) -> Answer:
+    """`option_steps` of transformers and peft in one process, with more tokens than the folder."""
+    section = parity.config([*RUN, f"model.hf={folder}", f"model.vocab={vocab}"])
+    model = grown_by_peft(folder, initial, options, vocab)
+    named = {
+        plain(n).replace("token_adapter.weight", "weight"): p
+        for n, p in model.named_parameters()
+        if ".original_module." not in n
+    }
+    trained = {n: p for n, p in named.items() if p.requires_grad}
+    gradients, losses = alone(model, trained, adam_of(trained, section), section)
+    return Answer(whole(named), gradients, losses)
+
+
+def merged_with_tokens(base: str, adapters: str, folder: str, vocab: int) -> str:
+    """What peft merges of a folder whose model is resized first, as transformers saves it."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    model.resize_token_embeddings(vocab, mean_resizing=False)
+    with quiet():
+        PeftModel.from_pretrained(model, adapters).merge_and_unload().save_pretrained(folder)
+    return folder

@@ -1,4 +1,4 @@
-"""Adapters on stacked experts train, merge, load and go on as those of peft's `target_parameters`."""
+"""Adapters on stacked experts train, merge and go on as those of peft's `target_parameters`."""
 
 import json
 import warnings
@@ -51,6 +51,9 @@ LAYOUTS = {
 }
 
 
+ROUND = ("qwen3_moe", "expert2")
+
+
 def run_of(name: str, layout: str) -> tuple[int, list[str]]:
     size, changes = asked(LAYOUTS[layout])
     return size, [*changes, f"parallel.expert={LAYOUTS[layout].get('expert', 1)}"]
@@ -81,7 +84,8 @@ def adapted(ranks, tmp_path_factory):
         if name not in made:
             folder = str(tmp_path_factory.mktemp("lora") / "model")
             small = settings(name.split(",")[0], vocab_size=VOCAB, pad_token_id=None)
-            ranks(1).run(save_model, small | MODELS[name][1], folder)
+            # routers keep their weights in float32, whatever the folder has
+            ranks(1).run(save_model, small | MODELS[name][1], folder, "float32")
             initial = parity.whole(
                 ranks(1).run(initial_of, [f"model.hf={folder}", *changes_of(name)])
             )
@@ -93,7 +97,7 @@ def adapted(ranks, tmp_path_factory):
 
 
 def cases():
-    small = {("qwen3_moe", "expert2-zero3")}
+    small = {("gpt_oss", "expert2-zero3")}
     for name in MODELS:
         for layout in LAYOUTS:
             if name == "gpt_oss" and layout == "expert2xtensor2":
@@ -113,7 +117,7 @@ def test_three_steps_are_those_of_peft(ranks, adapted, name, layout):
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        pytest.param(name, layout, marks=FULL)
+        pytest.param(name, layout, marks=() if (name, layout) == ROUND else FULL)
         for name in MODELS
         for layout in ("expert2", "tensor2")
     ],

@@ -279,7 +279,7 @@ def _of_tokenizer(config: RunConfig) -> Iterator[str]:
         if size > vocab:
             fix = f"set model.vocab to {size} or more"
             if (hf := config.model.hf) is not None:
-                fix = f"use the tokenizer of {hf}"
+                fix = f"use the tokenizer of {hf}, or set model.vocab to {size} to add rows"
             yield f"{folder} has {size} ids, but model.vocab is {vocab}; {fix}"
         fields = {x.field for x in config.data.all_parts.values() if x.tokenizer}
         if fields - {*CHAT_FIELDS}:

@@ -134,6 +134,19 @@ def tagged(value: Any) -> Any:
     return {_FLOAT: next(tag for tag, text in _NO_JSON.items() if text == str(value))}
 
 
+def stored_vocabulary(settings: Mapping[str, Any]) -> object:
+    """Return the vocabulary size that the settings of a model state, or its default."""
+    return settings["vocab_size"] if "vocab_size" in settings else inner_vocabulary(settings)
+
+
+def with_vocabulary(settings: dict[str, Any], vocab: int) -> dict[str, Any]:
+    """Return the settings of the model with its embedding resized to `vocab` rows."""
+    text = settings.get("text_config")
+    if "vocab_size" not in settings and isinstance(text, dict):
+        return {**settings, "text_config": {**cast(dict[str, Any], text), "vocab_size": vocab}}
+    return {**settings, "vocab_size": vocab}
+
+
 def inner_vocabulary(settings: Mapping[str, Any]) -> object:
     """Return the vocabulary size of a model that reads more than text.
 

@@ -27,9 +27,9 @@ from torchdistpackage.config.errors import (
 from torchdistpackage.config.hugging_face import FILE as CONFIG
 from torchdistpackage.config.hugging_face import (
     FREE_KEYS,
-    inner_vocabulary,
     model_keys,
     read_config,
+    stored_vocabulary,
 )
 from torchdistpackage.config.model_section import NO_LAYERS
 from torchdistpackage.config.schema import ITEMS, RunConfig, Section
@@ -280,14 +280,17 @@ class _PartialConfig:
         except ConfigError as error:
             self._report(location, "model.hf", str(error))
             return
-        vocab = settings["vocab_size"] if "vocab_size" in settings else inner_vocabulary(settings)
+        vocab = stored_vocabulary(settings)
         if type(vocab) is not int:
             why = f"{folder} has vocab_size={_shown(vocab)}; set it to the number of token ids"
             self._report(location, "model.hf", why)
         elif "vocab" not in section:
             section["vocab"], self.locations["model", "vocab"] = vocab, location
-        elif section["vocab"] != vocab:
-            why = f"{_shown(section['vocab'])}, but {folder} has {_shown(vocab)}; remove it"
+        elif not (type(section["vocab"]) is int and section["vocab"] >= vocab):
+            why = (
+                f"{_shown(section['vocab'])}, but {folder} has {_shown(vocab)}; remove it, or set "
+                f"it to more, by which its embedding and output head grow"
+            )
             self._report(self._location(("model", "vocab")), "model.vocab", why)
 
     def validate(self) -> RunConfig:

@@ -75,9 +75,20 @@ class RopeSection(Section):
     )
 
 
+TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
+"""End of the name of the parameter with rows of trainable_token_indices, in peft's files too."""
+
+
 def is_adapter(parameter: str) -> bool:
     """Return whether the parameter of this global name belongs to a low-rank adapter."""
-    return ".lora_" in parameter
+    return ".lora_" in parameter or is_token_rows(parameter)
+
+
+def is_token_rows(parameter: str) -> bool:
+    """Return whether the parameter of this global name has the trained rows of an embedding or an
+    output head.
+    """
+    return parameter.endswith(TOKEN_ROWS)
 
 
 def trains_with_adapters(parameter: str, modules: Sequence[str] = ()) -> bool:
@@ -135,6 +146,11 @@ class LoraSection(Section):
         default=None,
         description="peft's modules_to_save: modules that are trained as a whole and saved beside "
         "the adapters, by the ends of their names, such as [lm_head] or [embed_tokens, norm].",
+    )
+    trainable_token_indices: k.TokenIdsOrNull = Field(
+        default=None,
+        description="peft's trainable_token_indices: ids of tokens whose rows of the embedding and "
+        "of the output head are trained, such as those of added tokens.",
     )
     adapter: k.PathOrNull = Field(
         default=None,
@@ -309,7 +325,8 @@ class ModelSection(NamedSection):
         default=256,
         le=1 << 24,
         description="Size of the vocabulary: the number of different token ids. At least 256 for "
-        "text without a tokenizer.",
+        "text without a tokenizer. With hf: that of the folder; more adds rows to the embedding "
+        "and the output head, which begin as the mean of the others.",
     )
     dropout: k.BelowOne = Field(
         default=0.0, description="Share of activations that are dropped in training."

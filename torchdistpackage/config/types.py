@@ -420,6 +420,15 @@ NamesOrNull = (
     ]
     | None
 )
+TokenIdsOrNull = (
+    Annotated[
+        tuple[Annotated[int, Field(ge=0, lt=1 << 24), _Whole], ...],
+        Field(min_length=1, max_length=100_000),
+        BeforeValidator(_sequence),
+        Expected("a list of token ids, e.g. [32000, 32001]"),
+    ]
+    | None
+)
 Patterns = Annotated[
     tuple[Annotated[str, Field(min_length=1, max_length=200)], ...],
     Field(max_length=1000),

@@ -84,13 +84,14 @@ class Weight:
 
     kind "made": transformers' own modules make the values (`ModuleDraws` of
     models/transformers_meta.py). kind "norms": those of the rows of another weight, once it has its
-    values (`reset_magnitudes` of models/transformers_dora.py). inputs: the dim of a linear layer's
+    values (`reset_magnitudes` of models/transformers_dora.py); "rows": some of these themselves
+    (models/transformers_tokens.py). inputs: the dim of a linear layer's
     matrix that multiplies its input. stacked: the same of a parameter that holds a matrix for each
     expert. share: fraction of the tokens it works on; less than 1 for an expert.
     """
 
     layout: Layout
-    kind: Literal["normal", "uniform", "zeros", "ones", "made", "norms"]
+    kind: Literal["normal", "uniform", "zeros", "ones", "made", "norms", "rows"]
     std: float = 0.0
     zero_row: int | None = None
     inputs: int | None = None

@@ -27,7 +27,6 @@ _UNREAD = {
     "rank_pattern": {},
     "alpha_pattern": {},
     "layers_to_transform": None,
-    "trainable_token_indices": None,
 }
 """Settings of peft that a run knows with this value alone, which is that of a folder without it."""
 
@@ -84,6 +83,11 @@ def check_adapters(
         for key, value in _UNREAD.items()
         if settings.get(key, value) not in (value, value or None)
     ]
+    rows = settings.get("trainable_token_indices") or ()
+    by_layer = rows.values() if isinstance(rows, dict) else [rows]
+    if any(tuple(ids) != lora.trainable_token_indices for ids in by_layer):
+        ids = list(lora.trainable_token_indices)
+        problems.append(f"trainable_token_indices is {rows!r}, where model.lora has {ids!r}")
     expected = {x.key: x.shape for tensors in sources.values() for x in tensors}
     problems += [f"{name} is missing" for name in expected if name not in header]
     problems += [f"{name} is not expected" for name in header if name not in expected]

@@ -13,7 +13,13 @@ from typing import Any
 
 from torchdistpackage.config.head_tasks import ModelHead, is_head
 from torchdistpackage.config.hugging_face import ADAPTER_FILE
-from torchdistpackage.config.model_section import is_adapter, is_inside, trains_with_adapters
+from torchdistpackage.config.model_section import (
+    TOKEN_ROWS,
+    is_adapter,
+    is_inside,
+    is_token_rows,
+    trains_with_adapters,
+)
 from torchdistpackage.families.table import Weight
 from torchdistpackage.layout.four_bit import (
     BLOCK_SIZE,
@@ -41,7 +47,7 @@ class Lora:
     """The settings of adapters: peft's r, lora_alpha, lora_dropout and target_modules. packing:
     the format of the frozen weights; None: they have the model's type. use_rslora: peft's.
     adapter: the folder whose values they start with; None: they are drawn. modules_to_save,
-    use_dora: peft's.
+    use_dora, trainable_token_indices: peft's.
     """
 
     r: int
@@ -53,6 +59,7 @@ class Lora:
     adapter: str | None = None
     modules_to_save: tuple[str, ...] = ()
     use_dora: bool = False
+    trainable_token_indices: tuple[int, ...] = ()
 
     @classmethod
     def of_section(cls, section: Mapping[str, Any] | None) -> "Lora | None":
@@ -74,6 +81,7 @@ class Lora:
             section["adapter"],
             tuple(section["modules_to_save"] or ()),
             section["use_dora"],
+            tuple(section["trainable_token_indices"] or ()),
         )
 
     def adapters(
@@ -176,6 +184,17 @@ class Lora:
         """The factor of what adapters add."""
         return self.alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
+    def token_rows(self, layer: str, table: Layout) -> dict[str, Weight]:
+        """Return the parameter with the rows of tokens of an embedding or an output head, which
+        every rank has, and of whose gradient it has the terms of its own shard of the table.
+        """
+        if not self.trainable_token_indices or self.saves(layer):
+            return {}
+        shape = (len(self.trainable_token_indices), *table.shape[1:])
+        axes = table.split_axes or table.unreduced
+        rows = Layout(f"{layer}{TOKEN_ROWS}", shape, unreduced=axes, is_table=True)
+        return {rows.name: Weight(rows, "rows")}
+
     def packed(self, weights: Mapping[str, Weight], output: str) -> dict[str, int]:
         """Return the weights held in 4 or 8 bits, by name the dim of their inputs: those of frozen
         linear layers except the head, as transformers chooses them. output: path of the head.
@@ -216,6 +235,8 @@ class Lora:
         if self.modules_to_save:
             saved = [*more.get("modules_to_save", ()), *self._saved_modules(weights)]
             more |= {"modules_to_save": list(dict.fromkeys(saved))}
+        if self.trainable_token_indices:
+            more |= {"trainable_token_indices": self._token_indices(weights)}
         if ties:
             more |= {"ensure_weight_tying": True}
         return {
@@ -233,6 +254,11 @@ class Lora:
             "bias": "none",
             **more,
         }
+
+    def _token_indices(self, weights: Mapping[str, Weight]) -> dict[str, list[int]]:
+        """Return peft's trainable_token_indices, by the names of the layers."""
+        layers = [x.removesuffix(TOKEN_ROWS) for x in weights if is_token_rows(x)]
+        return {_last(layer): list(self.trainable_token_indices) for layer in layers}
 
     def _saved_modules(self, weights: Mapping[str, Weight]) -> Iterator[str]:
         """Yield the names by which peft finds the modules of modules_to_save and no others: peft
@@ -329,7 +355,7 @@ def is_in_scan(family: str, layer: str) -> bool:
 
 
 def _adapted_layers(weights: Mapping[str, Weight]) -> dict[str, None]:
-    return dict.fromkeys(name.rpartition(".lora_")[0] for name in weights if is_adapter(name))
+    return dict.fromkeys(name.rpartition(".lora_")[0] for name in weights if ".lora_" in name)
 
 
 def _parents(name: str) -> Iterator[str]:
@@ -515,6 +541,46 @@ def target_problems(
         else:
             problems.append(f"{family} has no layer {target}")
     return [*problems[:-1], f"{problems[-1]}; {fits}"] if problems else []
+
+
+def token_problems(
+    lora: Lora, family: str, weights: Mapping[str, Weight], vocab: int, stored_vocab: int | None
+) -> list[tuple[str, str]]:
+    """Return (key, text) of what is wrong with the trained rows of a model of `vocab` tokens.
+    stored_vocab: rows in its folder, if it has grown.
+    """
+    problems: list[tuple[str, str]] = []
+    key, ids = "model.lora.trainable_token_indices", lora.trainable_token_indices
+    layers = [x.removesuffix(TOKEN_ROWS) for x in weights if is_token_rows(x)]
+    if ids and (high := max(ids)) >= vocab:
+        problems.append((key, f"token {high} is none of the {vocab} of {family}"))
+    if len(set(ids)) < len(ids):
+        twice = next(x for x in ids if ids.count(x) > 1)
+        problems.append((key, f"token {twice} is listed twice; list each once"))
+    if ids and not layers:
+        text = "modules_to_save trains these rows and all others; remove one of the two"
+        problems.append((key, text))
+    problems += [
+        (key, f"{layer} has an adapter too, by target; leave one of the two out")
+        for layer in layers
+        if layer in _adapted_layers(weights)
+    ]
+    if stored_vocab is None or set(range(stored_vocab, vocab)) <= {*ids}:
+        return problems
+    tables = [
+        name.removesuffix(".weight")
+        for name, w in weights.items()
+        if w.layout.is_table and w.layout.shape[0] == vocab and not is_adapter(name)
+    ]
+    stuck = [table for table in tables if not lora.saves(table)]
+    if stuck:
+        text = (
+            f"{stuck[0]} of {family} grows from {stored_vocab} to {vocab} rows, which adapters do "
+            f"not save; train them by model.lora.trainable_token_indices, or name "
+            f"{_last(stuck[0])} in modules_to_save"
+        )
+        problems.append(("model.vocab", text))
+    return problems
 
 
 def _stack_problems(lora: Lora, target: str, stacks: Sequence[str]) -> Iterator[str]:

@@ -1,6 +1,5 @@
 """The folder of a causal language model of transformers: its tensors. No torch."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,11 @@ from torchdistpackage.models.hugging_face_layout import (
     WeightFolder,
     find_tensors,
 )
-from torchdistpackage.models.transformers_layout import TransformersShape, layouts
+from torchdistpackage.models.transformers_layout import (
+    TransformersShape,
+    layouts,
+    stored_shapes,
+)
 
 
 class NamedFolder:
@@ -58,7 +61,7 @@ def open_folder(folder: str | Path, shape: TransformersShape) -> WeightFolder:
         CheckpointError: it has no weights, or others: lists all that are missing, unexpected, or
             of another shape or type.
     """
-    expected = {name: x.shape for name, x in layouts(replace(shape, lora=None)).items()}
+    expected = stored_shapes(shape)
     kind, of_head = shape.kind, f"{shape.kind.output}."
     if shape.head is not None:
         unread: tuple[str, ...] = ()

@@ -12,7 +12,14 @@ from functools import cached_property
 from typing import Any
 
 from torchdistpackage.config.head_tasks import WITHOUT_HEAD, ModelHead
-from torchdistpackage.config.hugging_face import ORIGINAL, read_config, rope_parameters
+from torchdistpackage.config.hugging_face import (
+    ORIGINAL,
+    read_config,
+    rope_parameters,
+    stored_vocabulary,
+    with_vocabulary,
+)
+from torchdistpackage.config.model_section import TOKEN_ROWS, is_token_rows
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.families.registry import FAMILIES
 from torchdistpackage.families.table import (
@@ -52,6 +59,7 @@ class TransformersShape:
     """One model of a family. given: its config.json. seq_len: length of the sequences it is trained
     on. lora: its adapters, if only these are trained. tensor: number of ranks that share a model
     without a table; with 1 nothing of it is split. head: in place of the one for the next token.
+    stored_vocab: rows of the embedding in its folder, if it has grown.
     """
 
     family: str
@@ -61,6 +69,7 @@ class TransformersShape:
     lora: Lora | None = None
     tensor: int = 1
     head: ModelHead | None = None
+    stored_vocab: int | None = None
 
     @cached_property
     def kind(self) -> Family:
@@ -184,6 +193,10 @@ def shape_of_section(
     where = section["hf"]
     config_dict = read_config(where)
     lora = Lora.of_section(section.get("lora"))
+    stored, vocab = stored_vocabulary(config_dict), section.get("vocab")
+    grows = type(stored) is int and type(vocab) is int and vocab > stored
+    if grows and type(vocab) is int:
+        config_dict = with_vocabulary(config_dict, vocab)
     family = str(config_dict.get("model_type"))
     if is_embedding and family not in FAMILIES and not resolve(_IS_CAUSAL)(config_dict):
         head = ModelHead(WITHOUT_HEAD)
@@ -192,7 +205,16 @@ def shape_of_section(
             config_dict = config_with_head(config_dict, head)
         except ConfigError as error:
             raise ConfigError(f"model.hf={where}: {error}") from error
-    shape = TransformersShape(family, config_dict, seq_len, sequence_parallel, lora, tensor, head)
+    shape = TransformersShape(
+        family,
+        config_dict,
+        seq_len,
+        sequence_parallel,
+        lora,
+        tensor,
+        head,
+        stored if grows and type(stored) is int else None,
+    )
     try:
         shape.kind  # noqa: B018  read now, as it may be none
     except ConfigError as error:
@@ -292,7 +314,9 @@ def _embed(shape: TransformersShape, axis: str) -> Weights:
     shape.kind.embed(w, shape.settings, shape.sizes)
     if shape.sizes.tied:
         w.cut_rows(shape.kind.table)
-    return w if shape.lora is None else _adapted(w, shape, shape.lora, has_tables=True)
+    if shape.lora is None:
+        return w
+    return _adapted(w, shape, shape.lora, has_tables=True, rows_of=shape.kind.table)
 
 
 def _block(shape: TransformersShape, index: int, axis: str) -> Weights:
@@ -319,7 +343,9 @@ def _head(shape: TransformersShape, axis: str) -> Weights:
         w.tied_head(shape.kind.output, n.vocab, n.dim)
     else:
         w.column(shape.kind.output, n.vocab, n.dim, is_table=True)
-    return w if shape.lora is None else _adapted(w, shape, shape.lora, is_head=True)
+    if shape.lora is None:
+        return w
+    return _adapted(w, shape, shape.lora, is_head=True, rows_of=shape.kind.output)
 
 
 def _adapted(
@@ -328,9 +354,10 @@ def _adapted(
     lora: Lora,
     is_head: bool = False,
     has_tables: bool = False,
+    rows_of: str | None = None,
 ) -> Weights:
     """Return `w` with adapters on the layers that it lists. is_head, has_tables: as of
-    `Lora.adapters`.
+    `Lora.adapters`. rows_of: the layer that has the rows of tokens.
     """
     may_adapt = {
         name: weight
@@ -338,10 +365,12 @@ def _adapted(
         if not (lora.is_all and is_in_scan(shape.family, name.removesuffix(".weight")))
     }
     of_adapters = lora.adapters(may_adapt, is_head, has_tables)
+    if (table := w.parameters.get(f"{rows_of}.weight")) is not None and rows_of is not None:
+        of_adapters |= lora.token_rows(rows_of, table.layout)
     layers = {
         name.removesuffix(".weight"): LayerCut("adapter", weight.layout)
         for name, weight in of_adapters.items()
-        if not is_of_stack(weight.layout)
+        if not is_of_stack(weight.layout) and not is_token_rows(name)
     }
     experts = {path: dict(layouts) for path, layouts in w.split.experts.items()}
     for name, weight in of_adapters.items():
@@ -404,6 +433,21 @@ def weights(
         w = by_name[name]
         both = w.layout.on(*block_stages[0], *block_stages[-1])
         by_name[name] = replace(w, layout=both)
+    rows = f"{shape.kind.table}{TOKEN_ROWS}"
+    if rows in by_name:  # which the head has too, if it has its table
+        stages = by_name[f"{shape.kind.table}.weight"].layout.stages
+        by_name[rows] = replace(by_name[rows], layout=by_name[rows].layout.on(*stages))
+    return by_name
+
+
+def stored_shapes(shape: TransformersShape) -> dict[str, tuple[int, ...]]:
+    """Return the shape in the folder of every parameter except adapters, by global name."""
+    by_name = {name: x.shape for name, x in layouts(replace(shape, lora=None)).items()}
+    if shape.stored_vocab is not None:
+        paths = (shape.kind.table, shape.kind.output)
+        for name in (f"{path}.{last}" for path in paths for last in ("weight", "bias")):
+            if name in by_name and by_name[name][0] == shape.vocab:
+                by_name[name] = (shape.stored_vocab, *by_name[name][1:])
     return by_name
 
 
@@ -431,6 +475,9 @@ def global_name(shape: TransformersShape, name: str) -> str:
     """
     name = name.removesuffix(".default")  # peft's parameters of an embedding
     n, name = shape.kind, name.replace(".base_layer.", ".").replace(".default.", ".")
+    if is_token_rows(name):
+        table = global_name(shape, f"{name.removesuffix(TOKEN_ROWS)}.weight")
+        return table.removesuffix(".weight") + TOKEN_ROWS
     name = global_adapter_name(name)
     name = n.aliases.get(name, name)
     name = n.saved_names.get(name, name)

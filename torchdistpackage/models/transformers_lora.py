@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from torchdistpackage.config.model_section import is_adapter
+from torchdistpackage.config.model_section import is_adapter, is_token_rows
 from torchdistpackage.layout.derive import local_shape
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models.lora_layout import (
@@ -22,7 +22,6 @@ from torchdistpackage.models.lora_layout import (
     is_of_stack,
     local_name,
     peft_name,
-    peft_names,
 )
 from torchdistpackage.models.transformers_dora import Dora
 from torchdistpackage.models.transformers_layout import TransformersShape, global_name, weights
@@ -47,7 +46,7 @@ def with_adapters(
     from peft import LoraConfig, inject_adapter_in_model
 
     listed = weights(shape)
-    adapters = [name for name in listed if is_adapter(name)]
+    adapters = [name for name in listed if is_adapter(name) and not is_token_rows(name)]
     stacked = [name for name in adapters if is_of_stack(listed[name].layout)]
     layers = {name.rpartition(".lora_")[0]: name for name in adapters if name not in stacked}
     settings = LoraConfig(
@@ -172,15 +171,15 @@ def read_packed(
 def read_adapters(
     file: Path,
     lora: Lora,
+    names: Mapping[str, str],
     tensors: Mapping[str, Tensor],
     layouts: Mapping[str, Layout],
     mesh: Mesh,
     index: int,
 ) -> None:
-    """Read the trained parameters of a stage from a file of peft. tensors, layouts: of the stage,
-    by their names there; a rank takes its own part at `index` of `mesh`.
+    """Read the trained parameters of a stage from a file of peft. names: of `peft_names`. tensors,
+    layouts: of the stage, by their names there; a rank takes its own part at `index` of `mesh`.
     """
-    names = peft_names({layout.name: layout for layout in layouts.values()})
     with safe_open(file, framework="pt") as opened:
         for name, layout in layouts.items():
             if lora.trains(layout.name):

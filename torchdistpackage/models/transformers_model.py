@@ -30,7 +30,7 @@ from torchdistpackage.layout.partition import even_sizes
 from torchdistpackage.lazy import resolve
 from torchdistpackage.models import transformers_meta
 from torchdistpackage.models.document_rows import DocumentRows
-from torchdistpackage.models.lora_layout import ADAPTER_FILES
+from torchdistpackage.models.lora_layout import ADAPTER_FILES, peft_names
 from torchdistpackage.models.transformers_cache import TransformersCache
 from torchdistpackage.models.transformers_calls import arguments_of
 from torchdistpackage.models.transformers_dora import reset_magnitudes
@@ -46,10 +46,10 @@ from torchdistpackage.models.transformers_layout import (
     TransformersShape,
     buffers,
     global_name,
-    layouts,
     split_table,
     weights,
 )
+from torchdistpackage.models.transformers_layout import layouts as layouts_of
 from torchdistpackage.models.transformers_lora import (
     read_adapters,
     read_packed,
@@ -64,6 +64,7 @@ from torchdistpackage.models.transformers_meta import (
     refused,
 )
 from torchdistpackage.models.transformers_staged import neighbours
+from torchdistpackage.models.transformers_tokens import adapt_tokens, reset_tokens
 from torchdistpackage.models.transformers_weights import fill
 from torchdistpackage.parallel.auto.draws import (
     ShardDraws,
@@ -153,7 +154,9 @@ def stage(
         )
     experts = expert_group()
     if shape.kind.shared_experts and experts is not None:
-        share_experts(decoder, layouts(shape, axis=axis), experts, group)
+        share_experts(decoder, layouts_of(shape, axis=axis), experts, group)
+    if shape.lora is not None and shape.lora.trainable_token_indices:
+        adapt_tokens(decoder, shape, group, axis)
     built = TransformersStage(decoder, shape, group, axis, stage_of, sequence)
     built.takes = takes
     _check_shapes(built, *mesh_index_of(group, axis))
@@ -273,9 +276,12 @@ def load_weights(built: "TransformersStage", folder: str | Path) -> None:
     lora = built.shape.lora
     if lora is not None and lora.use_dora:
         reset_magnitudes(built)
+    if lora is not None and lora.trainable_token_indices:
+        reset_tokens(built, built._group)
     if lora is not None and lora.adapter is not None:
         file = Path(lora.adapter) / ADAPTER_FILES.weights
-        read_adapters(file, lora, tensors, layouts, mesh, index)
+        names = peft_names(layouts_of(built.shape))
+        read_adapters(file, lora, names, tensors, layouts, mesh, index)
 
 
 # -- a stage at work -------------------------------------------------------------------------------
@@ -347,7 +353,7 @@ class TransformersStage(nn.Module):
         initials: dict[str, Initial] = {}
         for name, key in names.items():
             w = listed[key]
-            if w.kind == "norms":
+            if w.kind in ("norms", "rows"):
                 continue
             if w.kind == "made":
                 assert draws is not None

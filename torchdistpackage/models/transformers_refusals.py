@@ -12,6 +12,7 @@ from torchdistpackage.models.lora_layout import (
     saved_problems,
     stack_names,
     target_problems,
+    token_problems,
 )
 from torchdistpackage.models.model_spec import ModelUse
 from torchdistpackage.models.transformers_layout import (
@@ -251,6 +252,8 @@ def _lora_problems(shape: TransformersShape, tensor: int) -> list[tuple[str, str
     of_adapters = [("model.lora.target", text) for text in problems]
     saved = saved_problems(shape.lora, shape.family, weights(shape), shape.tied)
     of_adapters += [("model.lora.modules_to_save", text) for text in saved]
+    vocab, stored = shape.vocab, shape.stored_vocab
+    of_adapters += token_problems(shape.lora, shape.family, weights(shape), vocab, stored)
     if text := cut_problem(shape.lora, weights(shape), shape.packed, tensor):
         of_adapters.append(("parallel.tensor", text))
     return of_adapters

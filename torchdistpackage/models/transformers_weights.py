@@ -36,12 +36,18 @@ from torchdistpackage.models.hugging_face_layout import (
     WeightFolder,
     headers,
 )
-from torchdistpackage.models.transformers_layout import TransformersShape, buffers, layouts
+from torchdistpackage.models.transformers_layout import (
+    TransformersShape,
+    buffers,
+    layouts,
+    stored_shapes,
+)
 from torchdistpackage.models.transformers_meta import on_meta
 from torchdistpackage.parallel.tensor.full import copy_part
 from torchdistpackage.topology.mesh import Mesh
 
 _SHOWN = 12
+_ROWS = 4096
 _POOLER = "pooler"
 """Name of a layer behind the blocks that classes with some heads have in their base, and others
 have not.
@@ -95,9 +101,7 @@ class FoundFolder:
                     yield name, value
 
     def _read(self, key: str) -> Tensor:
-        file, stored_as = self.files.places[key]
-        with safe_open(self.files.folder / file, framework="pt") as opened:
-            return opened.get_tensor(stored_as)
+        return _tensor(self.files, key)
 
 
 def _model_of(shape: TransformersShape) -> Any:
@@ -121,7 +125,7 @@ def open_found(folder: str | Path, shape: TransformersShape) -> FoundFolder:
     folder = Path(folder)
     stored = {k: x for k, x in headers(folder) if not UNREAD.search(f".{k}")}
     model = _model_of(shape)
-    shapes = _shapes(shape)
+    shapes = _shapes(shape) | stored_shapes(shape)
     groups, unexpected, _ = _groups(model, stored, shapes, shape.kind.aliases)
     is_anew, unread = _begins_anew(folder, shape, model)
     unexpected = [name for name in unexpected if not unread(name)]
@@ -212,6 +216,7 @@ def fill(
 
 
 @fill.register
+@torch.no_grad()
 def _(
     opened: WeightFolder,
     tensors: Mapping[str, Tensor],
@@ -223,7 +228,12 @@ def _(
     wanted = [(x, tensors[name]) for name, x in layouts.items() if not is_adapter(x.name)]
     sources = {x.name: (Source(x.name, x.shape),) for x, _ in wanted}
     there = [(x, tensor) for x, tensor in wanted if not tensor.is_meta and x.name in opened.places]
-    read_weights(opened, sources, there, mesh, index)
+    grown = [(x, tensor) for x, tensor in there if _has_fewer_rows(opened, x)]
+    for layout, tensor in grown:
+        copy_part(tensor, _grown(_tensor(opened, layout.name), layout), layout, mesh, index)
+    names = {layout.name for layout, _ in grown}
+    in_full = ((x, tensor) for x, tensor in there if x.name not in names)
+    read_weights(opened, sources, in_full, mesh, index)
     left_out = {x.name for x, _ in wanted} - opened.places.keys()  # a head that begins anew
     return {name for name, x in layouts.items() if x.name in left_out}
 
@@ -241,9 +251,40 @@ def _(
     local = {x.name: name for name, x in layouts.items() if not is_adapter(x.name)}
     local = {key: name for key, name in local.items() if not tensors[name].is_meta}
     for key, full in opened.tensors(set(local)):
-        copy_part(tensors[local[key]], full, layouts[local[key]], mesh, index)
+        layout = layouts[local[key]]
+        copy_part(tensors[local[key]], _grown(full, layout), layout, mesh, index)
     unconverted = {name for key, name in local.items() if key not in opened.groups}
     return {name for name in unconverted if isinstance(tensors[name], nn.Parameter)}
+
+
+def _has_fewer_rows(opened: WeightFolder, layout: Layout) -> bool:
+    """Return whether a table or a bias of the folder has fewer rows than the model's, as where the
+    vocabulary has grown.
+    """
+    if not layout.is_table and len(layout.shape) > 1:
+        return False
+    file, stored_as = opened.places[layout.name]
+    with safe_open(opened.folder / file, framework="pt") as weights:
+        return weights.get_slice(stored_as).get_shape()[0] < layout.shape[0]
+
+
+def _tensor(opened: WeightFolder, name: str) -> Tensor:
+    file, stored_as = opened.places[name]
+    with safe_open(opened.folder / file, framework="pt") as weights:
+        return weights.get_tensor(stored_as)
+
+
+def _grown(whole: Tensor, layout: Layout) -> Tensor:
+    """Return a tensor of a folder with as many rows as the model has: the mean of its rows below
+    them.
+    """
+    more = layout.shape[0] - whole.shape[0] if layout.shape else 0
+    if more <= 0:
+        return whole
+    # rows by the thousand, as a copy of all in float64 may be as large as a model
+    total = torch.stack([rows.double().sum(0) for rows in whole.split(_ROWS)]).sum(0)
+    mean = (total / len(whole)).to(whole.dtype)
+    return torch.cat([whole, mean.expand(more, *whole.shape[1:])])
 
 
 def _begins_anew(

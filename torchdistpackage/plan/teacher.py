@@ -5,7 +5,12 @@ from functools import lru_cache
 from pathlib import Path
 
 from torchdistpackage.config.errors import Problem
-from torchdistpackage.config.hugging_face import token_ids, tokenizer_file
+from torchdistpackage.config.hugging_face import (
+    read_config,
+    stored_vocabulary,
+    token_ids,
+    tokenizer_file,
+)
 from torchdistpackage.config.model_section import ModelSection
 from torchdistpackage.config.optim_section import OptimSection
 from torchdistpackage.config.schema import (
@@ -49,11 +54,13 @@ def teacher_config(config: RunConfig) -> RunConfig:
             plain = PipelineSection()
             names = ("schedule", "chunks", "file")
             pipeline = pipeline.model_copy(update={x: getattr(plain, x) for x in names})
+    folder, vocab = config.train.distill.teacher, config.model.vocab
+    stored = stored_vocabulary(read_config(folder)) if folder is not None else None
+    if type(stored) is int:  # else it would grow to the model's
+        vocab = stored
     return config.model_copy(
         update={
-            "model": ModelSection(
-                name=None, hf=config.train.distill.teacher, vocab=config.model.vocab
-            ),
+            "model": ModelSection(name=None, hf=folder, vocab=vocab),
             "train": TrainSection(accumulate=config.train.accumulate),
             "checkpoint": CheckpointSection(),
             "optim": OptimSection(),

@@ -169,6 +169,9 @@ def export_merged(
             raise CheckpointError(f"{base} cannot be read: {error}") from error
         if model.packed():
             resolve(_ROUND)(base_model, model.shape)
+        if (vocab := model.shape.vocab) > base_model.get_input_embeddings().weight.shape[0]:
+            # without a draw, as the adapters have all added rows
+            base_model.resize_token_embeddings(vocab, mean_resizing=False)
         merged: Any = PeftModel.from_pretrained(base_model, str(adapters)).merge_and_unload()
         shutil.rmtree(adapters)
         if dtype is not None:
