@@ -1,6 +1,7 @@
 """`model.lora.load_in_4bit`: over 4-bit weights every layout trains as one process does."""
 
 import json
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,9 +28,11 @@ from torchdistpackage.checkpoint.manifest import read_manifest
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import loads
 from torchdistpackage.errors import ConfigError
+from torchdistpackage.layout.derive import local_shape
 from torchdistpackage.layout.four_bit import PackedFormat, keeps_blocks
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.parallel.tensor import four_bit
+from torchdistpackage.parallel.tensor.full import copy_part
 from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.topology.mesh import Mesh
 
@@ -102,8 +105,6 @@ def cases():
     small = {("llama", "pipe2xtensor2")}
     for name in CASES:
         for layout in LAYOUTS if not name.startswith("gpt2") else list(LAYOUTS)[:-1]:
-            if "tensor" in LAYOUTS[layout] and CASES[name][2] == "nf4+":
-                continue  # refused
             yield pytest.param(name, layout, marks=() if (name, layout) in small else FULL)
 
 
@@ -160,6 +161,7 @@ def test_a_run_goes_on_and_is_merged_into_what_it_was_trained_over(
         ("llama", "pipe2xtensor2"),
         pytest.param("llama", "data2xpipe2", marks=FULL),
         pytest.param("llama, double", "data2xpipe2", marks=FULL),
+        pytest.param("llama, double", "tensor2", marks=FULL),
         pytest.param("llama, int8", "pipe2xtensor2", marks=FULL),
         pytest.param("gpt2, int8", "tensor2", marks=FULL),
     ],
@@ -189,20 +191,40 @@ def test_values_are_the_bits_of_bitsandbytes(quant_type, dtype, shape):
     packing = PackedFormat(quant_type.removesuffix("+"), double_quant=quant_type.endswith("+"))
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     values, state = four_bit.packed(weight, packing)
-    assert values.nbytes + state.num_bytes == packing.num_bytes(weight.numel(), len(weight))
+    assert values.nbytes + state.num_bytes == packing.num_bytes(
+        weight.numel(), len(weight), weight.numel()
+    )
     wide = torch.float32 if quant_type == "int8" else dtype
     expected = rounded(weight.to(wide), quant_type)
     assert torch.equal(four_bit.unpacked(values, state, wide), expected)
 
 
-def test_double_quantisation_is_not_cut(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(MODELS["llama"] | WIDE))
-    overrides = [f"model.hf={tmp_path}", lora("llama, double"), "parallel.tensor=2"]
-    with pytest.raises(ConfigError) as caught:
-        make_plan(loads("{}", overrides=overrides), 2)
-    assert tells(
-        caught.value, "bnb_4bit_use_double_quant", "16384", "parallel.tensor=2", "set tensor"
-    )
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_shard_has_the_double_scales_of_its_blocks(dim):
+    """Also where heads of a fused matrix are cut one by one, and blocks of scales are cut."""
+    shape, parts = (384, 192), ((128, 256), ()) if dim == 0 else ((), ())
+    split = tuple(("tensor",) if x == dim else () for x in range(2))
+    layout, mesh = Layout("w", shape, split, parts=parts, uneven=True), Mesh((("tensor", 3),))
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    packing = PackedFormat("nf4", double_quant=True)
+    _, whole = four_bit.packed(weight, packing)
+    values = four_bit.unpacked(*four_bit.packed(weight, packing), torch.float32)
+    numbers = torch.arange(weight.numel()).view(shape) // 64
+    for index in range(3):
+        shard = four_bit.Shard(layout, 1, mesh, index, None)
+        part = torch.empty(local_shape(layout, mesh, index))
+        copy_part(part, numbers.float(), layout, mesh, index)
+        assert torch.equal(shard.block_numbers(part.device), part.flatten()[::64].long())
+        copy_part(part, weight, layout, mesh, index)
+        with patch.object(four_bit.Shard, "join", lambda *_: whole_absmax(weight)):
+            found = four_bit.unpacked(*four_bit.packed(part, packing, None, shard), torch.float32)
+        copy_part(part, values, layout, mesh, index)
+        assert torch.equal(found, part)
+    assert whole.double is not None
+
+
+def whole_absmax(weight: torch.Tensor) -> torch.Tensor:
+    return four_bit.packed(weight, PackedFormat("nf4"))[1].absmax
 
 
 def test_cuts_within_blocks_are_refused(tmp_path):

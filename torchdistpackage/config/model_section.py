@@ -174,7 +174,7 @@ class LoraSection(Section):
     bnb_4bit_use_double_quant: bool = Field(
         default=False,
         description="Quantize the scales of load_in_4bit too, to 8 bits, which saves 0.37 bits for "
-        "each weight. parallel.tensor has to be 1.",
+        "each weight.",
     )
     load_in_8bit: bool = Field(
         default=False,

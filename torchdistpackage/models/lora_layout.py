@@ -23,7 +23,6 @@ from torchdistpackage.config.model_section import (
 from torchdistpackage.families.table import Weight
 from torchdistpackage.layout.four_bit import (
     BLOCK_SIZE,
-    SCALES_PER_BLOCK,
     PackedFormat,
     keeps_blocks,
     packed_format,
@@ -634,13 +633,6 @@ def cut_problem(
     packing = lora.packing
     if tensor == 1 or packing is None or packing.bits == 8:  # rows of 8 bits may be cut anywhere
         return None
-    if packing.double_quant and packed:
-        return (
-            f"bnb_4bit_use_double_quant takes {SCALES_PER_BLOCK} scales together, those of "
-            f"{SCALES_PER_BLOCK * BLOCK_SIZE} elements, and the mean of all scales of a weight, "
-            f"which parallel.tensor={tensor} ranks would cut, such as of {min(packed)}; set "
-            f"tensor to 1, or model.lora.bnb_4bit_use_double_quant to false"
-        )
 
     def cut_within(size: int) -> list[str]:
         mesh = Mesh(((axis, size),))

@@ -28,6 +28,7 @@ from torchdistpackage.models.transformers_layout import TransformersShape, globa
 from torchdistpackage.models.transformers_stacks import adapt_stacks
 from torchdistpackage.parallel.tensor.four_bit import (
     PackedLinear,
+    Shard,
     pack_weight,
     packed,
     unpacked,
@@ -164,7 +165,10 @@ def read_packed(
         reader(name, weight.layout, unpacked_weight)
         rows = unpacked_weight if weight.inputs == 1 else unpacked_weight.t()
         group = layer.group if isinstance(layer, RowLinear) else None
-        pack_weight(layer, rows, lora.packing, group)
+        shard = None
+        if stage._group is not None and weight.layout.split_axes:
+            shard = Shard(weight.layout, weight.inputs or 0, mesh, index, stage._group)
+        pack_weight(layer, rows, lora.packing, group, shard)
 
 
 @torch.no_grad()

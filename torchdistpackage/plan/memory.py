@@ -111,7 +111,7 @@ def memory(
                 weights += count * weight.num_bytes
             else:
                 rows = local_shape(layout, mesh, rank)[1 - inputs[layout.name]]
-                weights += packing.num_bytes(count, rows)
+                weights += packing.num_bytes(count, rows, math.prod(layout.shape))
             continue
         weights += count * weight.num_bytes * config.has_reference_copy
         part = parts.get(layout.name, count)

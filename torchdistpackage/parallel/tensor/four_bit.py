@@ -8,6 +8,7 @@ in float64 those of bitsandbytes are wrong. Its kernels differ by processor, so 
 with the code book before the first weight is packed, and a table lookup replaces a wrong one.
 """
 
+import math
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,10 @@ from torch import Tensor, nn
 from torchdistpackage.comm import primitives
 from torchdistpackage.comm.primitives import Group
 from torchdistpackage.errors import ConfigError
+from torchdistpackage.layout.derive import local_slices
 from torchdistpackage.layout.four_bit import BLOCK_SIZE, SCALES_PER_BLOCK, PackedFormat
+from torchdistpackage.layout.layout import Layout
+from torchdistpackage.topology.mesh import Mesh
 
 Kind = tuple[str, torch.dtype, str]
 """Key of a bitsandbytes kernel: (kind of device, dtype of the weight, quant_type)."""
@@ -44,27 +48,69 @@ class KernelVerdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Shard:
+    """This rank's shard of a matrix that the ranks of `group` share, at `index` of `mesh`. inputs:
+    the dim of the input features.
+    """
+
+    layout: Layout
+    inputs: int
+    mesh: Mesh
+    index: int
+    group: Group
+
+    def block_numbers(self, device: torch.device) -> Tensor:
+        """Return the number in the full matrix of each block of this shard."""
+        slices = local_slices(self.layout, self.mesh, self.index)
+        columns, rows = (
+            torch.cat([torch.arange(x.start, x.stop, device=device) for x in slices[dim]])
+            for dim in (self.inputs, 1 - self.inputs)
+        )
+        starts = torch.arange(0, len(rows) * len(columns), BLOCK_SIZE, device=device)
+        places = rows[starts // len(columns)] * self.layout.shape[self.inputs]
+        return (places + columns[starts % len(columns)]) // BLOCK_SIZE
+
+    def join(self, absmax: Tensor) -> Tensor:
+        """Return the scales of the full matrix from those of this shard, on all ranks."""
+        full = absmax.new_zeros(-(-math.prod(self.layout.shape) // BLOCK_SIZE))
+        full[self.block_numbers(absmax.device)] = absmax
+        # none is negative, and ranks that share heads have some of them twice
+        return primitives.all_reduce(full, self.group, primitives.MAX)
+
+
+@dataclass(frozen=True, slots=True)
 class DoubleScales:
     """The scales of blocks in 8 bits: an index into `code` for each, times the scale of
     `SCALES_PER_BLOCK` of them, plus the mean of all.
+
+    scales: of the full matrix. shard: this rank's, whose blocks alone have indices.
     """
 
     indices: Tensor
     scales: Tensor
     code: Tensor
     mean: Tensor
+    shard: Shard | None = None
 
     @classmethod
-    def of(cls, absmax: Tensor) -> "DoubleScales":
+    def of(cls, absmax: Tensor, shard: Shard | None = None) -> "DoubleScales":
         from bitsandbytes.functional import quantize_blockwise
 
+        if shard is not None:
+            absmax = shard.join(absmax)
         mean = absmax.mean()
         indices, state = quantize_blockwise(absmax - mean, blocksize=SCALES_PER_BLOCK)
-        return cls(indices, state.absmax, state.code, mean)
+        if shard is not None:
+            indices = indices[shard.block_numbers(indices.device)]
+        return cls(indices, state.absmax, state.code, mean, shard)
 
     def wide(self) -> Tensor:
-        """Return the scales in float32."""
-        scales = self.scales.repeat_interleave(SCALES_PER_BLOCK)[: self.indices.numel()]
+        """Return the scales of this rank's blocks in float32."""
+        if self.shard is None:
+            scales = self.scales.repeat_interleave(SCALES_PER_BLOCK)[: self.indices.numel()]
+        else:
+            numbers = self.shard.block_numbers(self.indices.device)
+            scales = self.scales[numbers // SCALES_PER_BLOCK]
         return self.code[self.indices.int()] * scales + self.mean
 
     @property
@@ -118,12 +164,16 @@ class RowState:
 
 
 def packed(
-    weight: Tensor, packing: PackedFormat, group: Group | None = None
+    weight: Tensor,
+    packing: PackedFormat,
+    group: Group | None = None,
+    shard: Shard | None = None,
 ) -> tuple[Tensor, PackedState | RowState]:
     """Return weight (Dout, Din) in 4 bits, two elements per byte, or 8, and the state that unpacks
     it. A weight in float64 is first rounded to float32.
 
-    group: ranks that each have a part of every row; None: this one has whole rows.
+    group: ranks that each have a part of every row; None: this one has whole rows. shard: of which
+    matrix this is one, if of any; all its ranks call this where scales are quantized too.
 
     Raises:
         ConfigError: bitsandbytes cannot do it on this device.
@@ -136,7 +186,7 @@ def packed(
     values, state = _quantized(wide.contiguous(), packing.quant_type)
     values, double = _in_blocks(values, state), None
     if packing.double_quant:
-        double, state.absmax = DoubleScales.of(state.absmax), None
+        double, state.absmax = DoubleScales.of(state.absmax, shard), None
     return values, PackedState(state, weight.shape, verdict.by_blocks, double)
 
 
@@ -292,13 +342,17 @@ class PackedLinear(nn.Module):
 
 
 def pack_weight(
-    layer: Any, weight: Tensor, packing: PackedFormat, group: Group | None = None
+    layer: Any,
+    weight: Tensor,
+    packing: PackedFormat,
+    group: Group | None = None,
+    shard: Shard | None = None,
 ) -> None:
     """Make a `PackedLinear`, a ColumnLinear or a RowLinear multiply by this weight (Dout, Din) in 4
-    or 8 bits. group: as of `packed`.
+    or 8 bits. group, shard: as of `packed`.
 
     The weight becomes a buffer, unknown to optimizers, gradient reduction and checkpoints."""
-    values, state = packed(weight, packing, group)
+    values, state = packed(weight, packing, group, shard)
     del layer.weight
     layer.register_buffer("weight", values, persistent=False)
     layer.product = PackedProduct(state)
