@@ -59,6 +59,7 @@ def family(model: FoundModel) -> Family:
         output="",
         documents=model.documents,
         aliases=model.aliases,
+        found_tables=(model.embedding, model.output),
         buffers=model.buffers,
         unreached=model.unreached,
         sides=model.around,

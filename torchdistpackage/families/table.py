@@ -320,7 +320,8 @@ class FoundModel:
 
     class_name: of the module. sizes: what plans ask for.
     blocks: path of the list of blocks; "" if there is none, so that the model is one piece.
-    output: path of the layer that makes logits; "" if there is none.
+    output: path of the layer that makes logits; "" if there is none. embedding: that of the table
+        of tokens.
     parameters: every parameter by name, in order; `found.split_as` cuts them.
     table: the layers that tensor ranks split; empty where nothing is to be split.
     aliases: other names of a parameter -> its own.
@@ -363,6 +364,7 @@ class FoundModel:
     order: BlockOrder = field(default_factory=lambda: BlockOrder(is_listed=False))
     uncut: str | None = None
     documents: Documents = "not"
+    embedding: str = ""
 
     @cached_property
     def by_block(self) -> dict[str, list[str]]:
@@ -424,8 +426,10 @@ class Family:
 
     What a class has beside its parameters, or what a trial of it has shown:
 
-    aliases: other names of a parameter -> its own. buffers: those that a folder holds beside the
-    parameters. unreached: paths of parts that token ids do not reach, which are not trained.
+    aliases: other names of a parameter -> its own. found_tables: paths of the embedding and of the
+    layer that makes logits, where `table` and `output` name none.
+    buffers: those that a folder holds beside the parameters. unreached: paths of parts that token
+    ids do not reach, which are not trained.
     sides: what its stages run beside their blocks; None: what the modules show by themselves.
     folder: how files hold it, a class with the methods of `NamedFolder` (transformers_folder.py).
     auxiliary: the factor of its routers' loss in the loss. shared_experts: of each block, if ranks
@@ -460,6 +464,7 @@ class Family:
     order: Callable[[Settings], BlockOrder] = lambda _: BlockOrder()
     nullable: frozenset[str] = frozenset()
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
+    found_tables: tuple[str, str] = ("", "")
     buffers: tuple[Layout, ...] = ()
     unreached: tuple[str, ...] = ()
     sides: StageSides | None = None

@@ -184,6 +184,7 @@ def _found(model: Any, config: Any, tried: "_Tried", head: ModelHead | None = No
         experts_alone=not all(map(is_gated_mlp, stacks.values())),
         counts_routers=tried.counts_routers,
         documents=tried.documents,
+        embedding=paths.get(id(embedding), ""),
     )
 
 

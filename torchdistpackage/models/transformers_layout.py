@@ -125,7 +125,13 @@ class TransformersShape:
         """Weights that ranks hold in 4 or 8 bits: by global name the dim of their inputs."""
         if self.lora is None:
             return {}
-        return self.lora.packed(weights(self), self.kind.output)
+        return self.lora.packed(weights(self), self.table_paths[1])
+
+    @property
+    def table_paths(self) -> tuple[str, str]:
+        """The paths of the embedding and of the layer that makes logits."""
+        table, output = self.kind.found_tables
+        return self.kind.table or table, self.kind.output or output
 
     @property
     def tied(self) -> dict[str, str]:
@@ -316,7 +322,7 @@ def _embed(shape: TransformersShape, axis: str) -> Weights:
         w.cut_rows(shape.kind.table)
     if shape.lora is None:
         return w
-    return _adapted(w, shape, shape.lora, has_tables=True, rows_of=shape.kind.table)
+    return _adapted(w, shape, shape.lora, has_tables=True, rows_of=shape.table_paths)
 
 
 def _block(shape: TransformersShape, index: int, axis: str) -> Weights:
@@ -345,7 +351,7 @@ def _head(shape: TransformersShape, axis: str) -> Weights:
         w.column(shape.kind.output, n.vocab, n.dim, is_table=True)
     if shape.lora is None:
         return w
-    return _adapted(w, shape, shape.lora, is_head=True, rows_of=shape.kind.output)
+    return _adapted(w, shape, shape.lora, is_head=True, rows_of=shape.table_paths)
 
 
 def _adapted(
@@ -354,10 +360,10 @@ def _adapted(
     lora: Lora,
     is_head: bool = False,
     has_tables: bool = False,
-    rows_of: str | None = None,
+    rows_of: tuple[str, ...] = (),
 ) -> Weights:
     """Return `w` with adapters on the layers that it lists. is_head, has_tables: as of
-    `Lora.adapters`. rows_of: the layer that has the rows of tokens.
+    `Lora.adapters`. rows_of: the layers that have rows of tokens.
     """
     may_adapt = {
         name: weight
@@ -365,8 +371,9 @@ def _adapted(
         if not (lora.is_all and is_in_scan(shape.family, name.removesuffix(".weight")))
     }
     of_adapters = lora.adapters(may_adapt, is_head, has_tables)
-    if (table := w.parameters.get(f"{rows_of}.weight")) is not None and rows_of is not None:
-        of_adapters |= lora.token_rows(rows_of, table.layout)
+    for path in rows_of:
+        if (table := w.parameters.get(f"{path}.weight")) is not None:
+            of_adapters |= lora.token_rows(path, table.layout)
     layers = {
         name.removesuffix(".weight"): LayerCut("adapter", weight.layout)
         for name, weight in of_adapters.items()
@@ -433,9 +440,10 @@ def weights(
         w = by_name[name]
         both = w.layout.on(*block_stages[0], *block_stages[-1])
         by_name[name] = replace(w, layout=both)
-    rows = f"{shape.kind.table}{TOKEN_ROWS}"
+    table, _ = shape.table_paths
+    rows = f"{table}{TOKEN_ROWS}"
     if rows in by_name:  # which the head has too, if it has its table
-        stages = by_name[f"{shape.kind.table}.weight"].layout.stages
+        stages = by_name[f"{table}.weight"].layout.stages
         by_name[rows] = replace(by_name[rows], layout=by_name[rows].layout.on(*stages))
     return by_name
 
@@ -444,8 +452,7 @@ def stored_shapes(shape: TransformersShape) -> dict[str, tuple[int, ...]]:
     """Return the shape in the folder of every parameter except adapters, by global name."""
     by_name = {name: x.shape for name, x in layouts(replace(shape, lora=None)).items()}
     if shape.stored_vocab is not None:
-        paths = (shape.kind.table, shape.kind.output)
-        for name in (f"{path}.{last}" for path in paths for last in ("weight", "bias")):
+        for name in (f"{path}.{last}" for path in shape.table_paths for last in ("weight", "bias")):
             if name in by_name and by_name[name][0] == shape.vocab:
                 by_name[name] = (shape.stored_vocab, *by_name[name][1:])
     return by_name

@@ -50,7 +50,7 @@ def adapt_tokens(
     """Give the embedding and the output head in `decoder` their trained rows, without values."""
     listed, modules = weights(shape, axis=axis), dict(decoder.named_modules())
     by_name: dict[str, TokenRows] = {}
-    for path in (shape.kind.table, shape.kind.output):
+    for path in shape.table_paths:
         weight = global_name(shape, f"{path}.weight")
         name = weight.removesuffix(".weight") + TOKEN_ROWS
         layer: Any = modules.get(path)
