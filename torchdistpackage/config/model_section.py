@@ -364,6 +364,17 @@ class ModelSection(NamedSection):
         "modules from its weights. With a config.json instead of a folder the weights are drawn "
         "with run.seed.",
     )
+    mtp: k.MtpUse = Field(
+        default="keep",
+        description="Layers of hf that predict further tokens (MTP). keep: they do not train, and "
+        "an export has them as they are; leave_out: an export is without them; train: the one of "
+        "DeepSeek V3 or GLM 4 MoE trains with the model.",
+    )
+    mtp_loss: k.Positive = Field(
+        default=0.3,
+        description="Weight of the loss of the MTP layer beside that of the next token; DeepSeek "
+        "V3 used 0.3, and 0.1 at the end.",
+    )
     lora: LoraSection = default(LoraSection)
     target: k.ImportPath = Field(
         default=None,

@@ -23,7 +23,7 @@ _ROPE_KEYS = tuple(f"rope.{key}" for key in RopeSection.model_fields)
 _GPT_KEYS = tuple(
     key
     for key in ModelSection.model_fields
-    if key not in (*_TARGET_KEYS, "vocab", "rope", "lora", "moe")
+    if key not in (*_TARGET_KEYS, "vocab", "rope", "lora", "moe", "mtp", "mtp_loss")
 )
 
 
@@ -240,6 +240,37 @@ def _lora_keys_are_read(c: RunConfig, world_size: int | None) -> str | None:
     return (
         f"{', '.join(unread)} has no effect without model.lora.target; set it to the layers to "
         f"adapt, such as [q_proj, v_proj]"
+    )
+
+
+@rule("model.mtp", "model.mtp_loss", "model.hf")
+def _mtp_is_read(c: RunConfig, world_size: int | None) -> str | None:
+    unread = _changed(c.model, "mtp", "mtp_loss")
+    if c.model.hf is None and unread:
+        return f"{', '.join(unread)} has no effect without model.hf, whose folder has such layers"
+    if c.model.mtp != "train" and "model.mtp_loss" in unread:
+        return "model.mtp_loss has no effect without model.mtp=train"
+    return None
+
+
+@rule("model.mtp", "model.lora.target", "parallel.pipe", "parallel.context", "data.name")
+def _mtp_trains_alone(c: RunConfig, world_size: int | None) -> str | None:
+    parallel = c.parallel
+    on = {
+        "model.lora.target": c.model.lora.target is not None,
+        "parallel.pipe": parallel.pipe > 1,
+        "parallel.context": parallel.context > 1,
+        "parallel.sequence_parallel": parallel.sequence_parallel,
+        "data.document_masks": c.data.document_masks,
+        "data.name": c.data.is_preference or c.data.is_embedding or c.data.head is not None,
+        "train.distill.teacher": c.train.distill.teacher is not None,
+    }
+    wrong = [key for key, is_on in on.items() if is_on]
+    if c.model.mtp != "train" or not wrong:
+        return None
+    return (
+        f"model.mtp=train needs whole sequences of next tokens beside the last block, which "
+        f"{' and '.join(wrong)} would not leave there; set model.mtp to keep, or turn that off"
     )
 
 

@@ -404,6 +404,7 @@ Mlp = Literal["gelu", "gelu_tanh", "swiglu"]
 RouterScore = Literal["softmax", "sigmoid"]
 ExpertBalance = Annotated[str, *one_of(BALANCES)]
 ExpertsOrNull = Annotated[int, Field(ge=1, le=1 << 14), _Whole] | None
+MtpUse = Literal["keep", "leave_out", "train"]
 RopeScaling = Literal["default", "linear", "llama3", "yarn"]
 PositiveOrNull = Positive | None
 NotNegativeOrNull = NotNegative | None

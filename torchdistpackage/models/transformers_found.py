@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchdistpackage.config.head_tasks import ModelHead, is_head
+from torchdistpackage.config.mtp import without_mtp
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.families.found import (
     BESIDE,
@@ -124,7 +125,7 @@ def _read(text: str, tensor: int, head: ModelHead | None = None) -> FoundModel:
     with ALONE:
         config = known_settings(config_dict, head)
         model = on_meta(config_dict, torch.float32, head=head)
-        return _found(model, config, _tried(config_dict, head), head)
+        return _found(model, config, _tried(without_mtp(config_dict), head), head)
 
 
 def _found(model: Any, config: Any, tried: "_Tried", head: ModelHead | None = None) -> FoundModel:
@@ -283,7 +284,7 @@ def _cut(
     uncut = without_shared_experts(uncut) if uncut.experts_alone else uncut
     with ALONE:
         model = on_meta(config_dict, torch.float32, head=head)
-        for small in _copies_for(config_dict, num_ranks, head):
+        for small in _copies_for(without_mtp(config_dict), num_ranks, head):
             sample = _sample_of(small, head, uncut.documents)
             small_facts = _found(small, small.config, _Tried(unreached=uncut.unreached), head)
             if uncut.experts_alone:

@@ -20,6 +20,8 @@ from torchdistpackage.config.hugging_face import (
     with_vocabulary,
 )
 from torchdistpackage.config.model_section import TOKEN_ROWS, is_token_rows
+from torchdistpackage.config.mtp import mtp_problem, with_mtp
+from torchdistpackage.config.types import MtpUse
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.families.registry import FAMILIES
 from torchdistpackage.families.table import (
@@ -59,7 +61,8 @@ class TransformersShape:
     """One model of a family. given: its config.json. seq_len: length of the sequences it is trained
     on. lora: its adapters, if only these are trained. tensor: number of ranks that share a model
     without a table; with 1 nothing of it is split. head: in place of the one for the next token.
-    stored_vocab: rows of the embedding in its folder, if it has grown.
+    stored_vocab: rows of the embedding in its folder, if it has grown. mtp: the use of its layers
+    for further tokens. mtp_loss: factor of the loss of the one that trains.
     """
 
     family: str
@@ -70,6 +73,8 @@ class TransformersShape:
     tensor: int = 1
     head: ModelHead | None = None
     stored_vocab: int | None = None
+    mtp: MtpUse = "keep"
+    mtp_loss: float = 0.0
 
     @cached_property
     def kind(self) -> Family:
@@ -203,6 +208,11 @@ def shape_of_section(
     grows = type(stored) is int and type(vocab) is int and vocab > stored
     if grows and type(vocab) is int:
         config_dict = with_vocabulary(config_dict, vocab)
+    mtp: MtpUse = section.get("mtp", "keep")
+    if mtp == "train":
+        if problem := mtp_problem(config_dict):
+            raise ConfigError(f"model.hf={where}: model.mtp: {problem}")
+        config_dict = with_mtp(config_dict)
     family = str(config_dict.get("model_type"))
     if is_embedding and family not in FAMILIES and not resolve(_IS_CAUSAL)(config_dict):
         head = ModelHead(WITHOUT_HEAD)
@@ -220,6 +230,8 @@ def shape_of_section(
         tensor,
         head,
         stored if grows and type(stored) is int else None,
+        mtp,
+        section.get("mtp_loss", 0.0) if mtp == "train" else 0.0,
     )
     try:
         shape.kind  # noqa: B018  read now, as it may be none

@@ -22,9 +22,11 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torchdistpackage.comm.random import seed_from
 from torchdistpackage.config.head_tasks import HEAD_TASKS, SCORE, WITHOUT_HEAD, ModelHead
 from torchdistpackage.config.hugging_face import with_earlier_rope
+from torchdistpackage.config.mtp import DEPTH, without_mtp
 from torchdistpackage.config.packages import is_before, too_old
 from torchdistpackage.errors import ConfigError, NotAvailableError
 from torchdistpackage.families.table import Family, block_of
+from torchdistpackage.models.transformers_mtp import add_mtp
 from torchdistpackage.models.transformers_rope import keep_lengths_apart
 from torchdistpackage.tools.undisturbed import keep_random_states
 
@@ -192,7 +194,7 @@ def _settings(config_dict: Mapping[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING
 
     try:
-        prepared = dict(config_dict)
+        prepared = without_mtp(config_dict)
         if is_before("transformers", "5"):
             prepared = with_earlier_rope(prepared)
         config = CONFIG_MAPPING[config_dict["model_type"]].from_dict(prepared)
@@ -234,10 +236,15 @@ def on_meta(
     """
     check_packages()
     with ALONE:
+        layers = config_dict.get(DEPTH)
         config = _settings(config_dict)
+        if layers is not None:
+            config.num_hidden_layers = layers + 1
         try:
             with parameters_on_meta(constructed):
                 model = auto_class(head).from_config(config, **build_options(dtype))
+                if layers is not None:
+                    add_mtp(model, layers)
         except settings_errors() as error:
             raise refused(error) from error
     if dtype == torch.float64:

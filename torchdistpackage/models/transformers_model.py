@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torchdistpackage.comm import collectives
 from torchdistpackage.comm.nested import map_leaves
 from torchdistpackage.comm.primitives import Group
+from torchdistpackage.config.mtp import DEPTH
 from torchdistpackage.errors import DataError, LayoutError
 from torchdistpackage.layout.derive import local_shape
 from torchdistpackage.layout.mark import mark_of, mark_parameter
@@ -63,6 +64,7 @@ from torchdistpackage.models.transformers_meta import (
     parameters_on_meta,
     refused,
 )
+from torchdistpackage.models.transformers_mtp import FurtherToken
 from torchdistpackage.models.transformers_staged import neighbours
 from torchdistpackage.models.transformers_tokens import adapt_tokens, reset_tokens
 from torchdistpackage.models.transformers_weights import fill
@@ -91,7 +93,7 @@ _SHOWN = 6
 Outputs = Tensor | tuple[Tensor, ...]
 """Activations, in a tuple with what goes beside them, or logits; (logits, auxiliary loss) of a
 model that counts that of its routers, or (logits, what `router_load` returns) if all ranks count it
-together."""
+together, or (logits, those of the token after the next one) in training of an MTP layer."""
 
 
 # -- building a stage ------------------------------------------------------------------------------
@@ -317,6 +319,12 @@ class TransformersStage(nn.Module):
         """Keywords beside the mask that the forward of the whole class names."""
         self.to_pack: dict[str, str] = {}
         """Local name -> global name of weights in 4 bits, on meta until a folder is read."""
+        self._further: FurtherToken | None = None
+        if shape.mtp_loss:
+            base: Any = decoder.base if isinstance(decoder, DecoderStage) else decoder
+            base = base if hasattr(base, "layers") else base.model
+            layers = shape.given[DEPTH]
+            self._further = FurtherToken(base, _head_of(decoder), layers)
         self._returns_hidden, self._hidden = False, torch.empty(0)
         self._is_base = shape.head is not None and not shape.head.task.ending
         self._draws = group is not None and may_draw(decoder, is_known=True)
@@ -391,7 +399,10 @@ class TransformersStage(nn.Module):
         if position_ids is not None and self.shape.documents_way.by == "rows":
             rows, position_ids = DocumentRows(position_ids), None
             x = map_leaves(rows.apart, x, lambda leaf: isinstance(leaf, Tensor))
+        ids = x
         outputs = self._outputs(x, position_ids)
+        if self._further is not None and self.training:
+            return _logits(outputs), self._further.logits(ids)
         if self._returns_hidden:
             outputs, self._hidden = self._hidden, torch.empty(0)
         return outputs if rows is None else rows.joined(outputs)
@@ -493,8 +504,29 @@ class TransformersStage(nn.Module):
         as there are tokens, so that it is added to their mean as transformers adds it.
         """
         logits, count = _logits(outputs), (targets != ignore_index).sum()
+        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        total = self._entropies(logits, targets, **options)
+        if self._further is not None:
+            if isinstance(outputs, tuple):  # in training
+                further = F.pad(targets[:, 1:], (0, 1), value=ignore_index)
+                # over the tokens of the next-token loss, as equation 24 of the report divides it
+                of_further = self._entropies(outputs[1], further, **options)
+                total = total + self.shape.mtp_loss * of_further
+            return total, count
+        if isinstance(outputs, tuple) and self._top_k:
+            load = router_loss_sum(outputs[1], count, self._top_k)
+            total = total + self._auxiliary * load.to(total)
+        elif isinstance(outputs, tuple):
+            # count first, as an integer times a Python float would be float32
+            total = total + self._auxiliary * (count * outputs[1].to(total))
+        return total, count
+
+    def _entropies(
+        self, logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float
+    ) -> Tensor:
+        """Return the sum of the tokens' cross entropies."""
         if self.vocab_group is not None:
-            total = vocab_parallel_cross_entropy(
+            return vocab_parallel_cross_entropy(
                 logits,
                 targets,
                 self.vocab_group,
@@ -503,21 +535,13 @@ class TransformersStage(nn.Module):
                 label_smoothing=label_smoothing,
                 reduction="sum",
             )
-        else:
-            total = F.cross_entropy(
-                logits.flatten(0, 1),
-                targets.flatten(),
-                ignore_index=ignore_index,
-                label_smoothing=label_smoothing,
-                reduction="sum",
-            )
-        if isinstance(outputs, tuple) and self._top_k:
-            load = router_loss_sum(outputs[1], count, self._top_k)
-            total = total + self._auxiliary * load.to(total)
-        elif isinstance(outputs, tuple):
-            # count first, as an integer times a Python float would be float32
-            total = total + self._auxiliary * (count * outputs[1].to(total))
-        return total, count
+        return F.cross_entropy(
+            logits.flatten(0, 1),
+            targets.flatten(),
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction="sum",
+        )
 
     def whole_logits(self, outputs: Outputs) -> Tensor:
         """Return logits (..., V), equal over the group, from those (..., V/n) of `forward`."""
@@ -581,6 +605,13 @@ def _first_document(position_ids: Tensor) -> Tensor:
     which its padding stands.
     """
     return ((position_ids == 0).cumsum(1) == 1).long()
+
+
+def _head_of(decoder: Any) -> nn.Module:
+    """Return the layer that makes logits, of a stage that has all blocks."""
+    if isinstance(decoder, DecoderStage):
+        decoder = decoder.__dict__["_model"]
+    return decoder.get_output_embeddings()
 
 
 def _logits(outputs: Outputs) -> Tensor:

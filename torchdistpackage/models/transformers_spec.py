@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from torchdistpackage.config.mtp import COUNT, without_mtp
 from torchdistpackage.layout.layout import Layout
 from torchdistpackage.models import (
     transformers_layout,
@@ -81,10 +82,26 @@ class TransformersSpec:
         return transformers_refusals.goes_with(self.shape)
 
     def notes(self) -> tuple[str, ...]:
-        if self.shape.lora is None:
-            return ()
-        text = left_out(self.shape.lora, transformers_layout.weights(self.shape))
-        return () if text is None else (text,)
+        text = None
+        if self.shape.lora is not None:
+            text = left_out(self.shape.lora, transformers_layout.weights(self.shape))
+        return tuple(x for x in (text, self._mtp_note()) if x is not None)
+
+    def _mtp_note(self) -> str | None:
+        """Return what becomes of the layers that predict further tokens, or None without some."""
+        count, mtp = self.shape.given.get(COUNT), self.shape.mtp
+        if not count:
+            return None
+        if mtp == "train":
+            return (
+                f"model.mtp=train: the layer behind the last block predicts the token after the "
+                f"next one; its loss counts {self.shape.mtp_loss:g} times"
+            )
+        ends = "keeps them as the folder has them" if mtp == "keep" else "is without them"
+        return (
+            f"model.mtp={mtp}: the layers that predict further tokens ({COUNT}={count}) do not "
+            f"train, and an export of the whole model {ends}"
+        )
 
     def check_weights(self, folder: str | Path) -> None:
         folder_of(self.shape).open(folder)
@@ -114,7 +131,10 @@ class TransformersSpec:
             return self.shape.lora.adapter_config(
                 base, parameters, self.shape.head, self._saved_tied is not None
             )
-        settings = {key: value for key, value in self.shape.given.items() if key != "torch_dtype"}
+        given = without_mtp(self.shape.given)
+        settings = {key: value for key, value in given.items() if key != "torch_dtype"}
+        if self.shape.mtp == "leave_out" and COUNT in settings:
+            settings[COUNT] = 0
         if self.shape.head is not None:
             settings["architectures"] = [self.shape.class_name]
         return {**settings, "dtype": dtype}

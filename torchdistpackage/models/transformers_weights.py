@@ -22,6 +22,7 @@ from torchdistpackage.bounded import StoredTensor, same_bits
 from torchdistpackage.config.head_tasks import ModelHead
 from torchdistpackage.config.hugging_face import other_model, read_config
 from torchdistpackage.config.model_section import is_adapter
+from torchdistpackage.config.mtp import DEPTH
 from torchdistpackage.config.packages import is_before
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.layout import Layout
@@ -43,6 +44,7 @@ from torchdistpackage.models.transformers_layout import (
     stored_shapes,
 )
 from torchdistpackage.models.transformers_meta import on_meta
+from torchdistpackage.models.transformers_mtp import COPIES
 from torchdistpackage.parallel.tensor.full import copy_part
 from torchdistpackage.topology.mesh import Mesh
 
@@ -128,7 +130,8 @@ def open_found(folder: str | Path, shape: TransformersShape) -> FoundFolder:
     shapes = _shapes(shape) | stored_shapes(shape)
     groups, unexpected, _ = _groups(model, stored, shapes, shape.kind.aliases)
     is_anew, unread = _begins_anew(folder, shape, model)
-    unexpected = [name for name in unexpected if not unread(name)]
+    copies = mtp_copies(shape)
+    unexpected = [name for name in unexpected if not unread(name) and name not in copies]
     by_name, problems = dict[str, StoredGroup](), list[str]()
     for group in groups:
         try:
@@ -196,6 +199,18 @@ def ignored_tensors(
     _, _, unmatched = _groups(model, stored, _shapes(shape), shape.kind.aliases)
     is_read = (key for key in unmatched if stored[key][1].dtype in DTYPES)
     return {key: (folder / stored[key][0], stored[key][1].shape) for key in is_read}
+
+
+def mtp_copies(shape: TransformersShape) -> dict[str, str]:
+    """Return the names of tensors of a trained MTP layer that repeat a parameter -> its name."""
+    if not shape.mtp_loss:
+        return {}
+    block = f"{shape.kind.blocks}.{shape.given[DEPTH]}"
+    owners = (f"{path}.weight" for path in shape.table_paths)
+    return {
+        f"{block}.{key}": shape.kind.aliases.get(name, name)
+        for key, name in zip(COPIES, owners, strict=True)
+    }
 
 
 @singledispatch
@@ -431,13 +446,23 @@ class ConvertedFolder:
 
     def sources(self) -> dict[str, tuple[Source, ...]]:
         """Return the tensors of a folder that each parameter makes up, by global name in order."""
-        return self._stored.sources
+        sources, shapes = dict(self._stored.sources), _shapes(self._shape)
+        for key, name in mtp_copies(self._shape).items():
+            sources[name] = (*sources[name], Source(key, shapes[name]))
+        return sources
 
     def files(self) -> FolderFiles:
         """Return how a folder that has these sources names its files."""
-        return FolderFiles(
-            stored=self._stored.parts, ignored=partial(ignored_tensors, shape=self._shape)
-        )
+        if self._shape.mtp == "keep":
+            ignored = partial(ignored_tensors, shape=self._shape)
+            return FolderFiles(stored=self._stored.parts, ignored=ignored)
+        copies = mtp_copies(self._shape)
+
+        def stored(name: str, value: Tensor) -> dict[str, Tensor]:
+            again = {key: value for key, owner in copies.items() if owner == name}
+            return {**self._stored.parts(name, value), **again}
+
+        return FolderFiles(stored=stored)
 
     def open(self, folder: str | Path) -> FoundFolder:
         """Open a folder that has exactly the weights of this model; see `open_found`."""
