@@ -166,6 +166,11 @@ def test_folders_go_to_peft_and_back(ranks, adapted, tmp_path, name, layout):
         ),
         (
             "mixtral",
+            {"target": ["experts.down_proj"], "compile": "blocks"},
+            "blocks that become one graph experts.down_proj compile to off",
+        ),
+        (
+            "mixtral",
             {"target": ["experts.down_proj"], "use_dora": True},
             "use_dora is for linear layers, and experts.down_proj is",
         ),
@@ -178,5 +183,7 @@ def test_folders_go_to_peft_and_back(ranks, adapted, tmp_path, name, layout):
 )
 def test_what_peft_has_not_is_refused_before_ranks_start(tmp_path, name, section, text):
     (tmp_path / "config.json").write_text(json.dumps(settings(name)))
-    said = refusal([f"model.hf={tmp_path}", f"model.lora={json.dumps(section)}"], 1)
+    lora = {key: value for key, value in section.items() if key != "compile"}
+    compiled = f"train.compile={section.get('compile', 'off')}"
+    said = refusal([f"model.hf={tmp_path}", f"model.lora={json.dumps(lora)}", compiled], 1)
     assert tells(said, *text.split())

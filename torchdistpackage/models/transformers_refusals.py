@@ -8,6 +8,7 @@ from torchdistpackage.families.table import ContextWay
 from torchdistpackage.layout.partition import either, nearest
 from torchdistpackage.models.lora_layout import (
     cut_problem,
+    is_of_stack,
     linear_layers,
     saved_problems,
     stack_names,
@@ -46,6 +47,12 @@ def refusals(shape: TransformersShape, use: ModelUse) -> list[tuple[str, str]]:
         problems.append(("parallel.tp_comm_overlap", _needs_table(shape)))
     if use.compiles_blocks and shape.kind.shared_experts and use.expert > 1:
         problems.append(("train.compile", _routed(shape)))
+    elif use.compiles_blocks and (stack := _adapted_stack(shape)) is not None:
+        text = (
+            f"blocks is for blocks that become one graph, and {stack} of {name} gets its adapter "
+            f"outside of one; set compile to off"
+        )
+        problems.append(("train.compile", text))
     if use.compares_rows and shape.kind.auxiliary:
         text = (
             f"{name} adds the loss of its routers to that of tokens, which rows to compare do not "
@@ -66,6 +73,12 @@ def refusals(shape: TransformersShape, use: ModelUse) -> list[tuple[str, str]]:
     if use.num_stages > 1 and (problem := _unstaged(shape, use.num_stages)) is not None:
         problems.append(("parallel.pipe", problem))
     return problems + _too_long(shape) + _lora_problems(shape, tensor if shares else 1)
+
+
+def _adapted_stack(shape: TransformersShape) -> str | None:
+    """Return the name of a matrix of experts that has an adapter, or None."""
+    adapters = (name for name, x in layouts(shape).items() if is_of_stack(x))
+    return next((name.rpartition(".")[0] for name in adapters), None)
 
 
 def _head_problems(

@@ -26,22 +26,23 @@ shard has."""
 class TokenRows(nn.Module):
     """The trained rows (n, D) of a layer whose weight is (V, D), or a shard of it."""
 
+    sources: Tensor
+    targets: Tensor
+
     def __init__(self, layer: Any, layout: Layout, place: Place, is_split: bool):
         super().__init__()
         weight, (sources, targets, self.columns) = layer._parameters["weight"], place
         self.trainable_tokens_delta = nn.Parameter(
             torch.empty(layout.shape, dtype=weight.dtype, device=weight.device)
         )
-        # without buffers, which a checkpoint would hold
-        self.sources = torch.tensor(sources, dtype=torch.int64)
-        self.targets = torch.tensor(targets, dtype=torch.int64)
+        for name, positions in (("sources", sources), ("targets", targets)):
+            self.register_buffer(name, torch.tensor(positions, dtype=torch.int64), persistent=False)
         self.is_split = is_split
 
     def joined(self, weight: Tensor) -> Tensor:
         """Return the weight with the trained rows in it."""
         rows = self.trainable_tokens_delta[:, self.columns].to(weight.dtype)
-        sources, targets = (x.to(weight.device) for x in (self.sources, self.targets))
-        return weight.index_copy(0, targets, rows[sources])
+        return weight.index_copy(0, self.targets, rows[self.sources])
 
 
 def adapt_tokens(
