@@ -135,13 +135,17 @@ def test_each_shape_keeps_tables_of_its_own():
         "lora": Lora(2, 4.0, 0.0, ("q_proj",)),
         "tensor": 2,
         "head": ModelHead(HEAD_TASKS["classification"], ("a", "b", "c")),
+        "stored_vocab": 60,
+        "mtp": "leave_out",
+        "mtp_loss": 0.5,
     }
     assert other.keys() == {x.name for x in fields(TransformersShape)}
     for name, value in other.items():
         changed = replace(shape, **{name: value})
         anew = TransformersShape(**{x: getattr(changed, x) for x in other})
         assert part_tables(changed) == part_tables(anew)
-        is_same = name in ("seq_len", "tensor")
+        # settings of the folder and of the loss
+        is_same = name in ("seq_len", "tensor", "stored_vocab", "mtp", "mtp_loss")
         assert (part_tables(changed) == of_axes[0]) == is_same, name
 
 

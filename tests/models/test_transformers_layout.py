@@ -177,7 +177,7 @@ def test_keys_that_would_not_be_read_are_refused(tmp_path):
     assert "and model.name=gpt exclude each other" in refusal(hf, "model.name=gpt")
     assert "model.target=a:b exclude each other" in refusal(hf, "model.target=a:b")
     assert "has no effect without model.target" in refusal(hf, "model.args={a: 1}")
-    assert "the number 301, but" in refusal(hf, "model.vocab=301")
+    assert "the number 299, but" in refusal(hf, "model.vocab=299")
     assert "no such folder" in refusal(f"model.hf={tmp_path / 'lost'}")
 
 

@@ -191,9 +191,7 @@ def test_values_are_the_bits_of_bitsandbytes(quant_type, dtype, shape):
     packing = PackedFormat(quant_type.removesuffix("+"), double_quant=quant_type.endswith("+"))
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     values, state = four_bit.packed(weight, packing)
-    assert values.nbytes + state.num_bytes == packing.num_bytes(
-        weight.numel(), len(weight), weight.numel()
-    )
+    assert values.nbytes + state.num_bytes == packing.num_bytes(weight.numel(), len(weight))
     wide = torch.float32 if quant_type == "int8" else dtype
     expected = rounded(weight.to(wide), quant_type)
     assert torch.equal(four_bit.unpacked(values, state, wide), expected)

@@ -31,16 +31,16 @@ class PackedFormat:
         """Bits of one element."""
         return 8 if self.quant_type == "int8" else 4
 
-    def num_bytes(self, count: int, rows: int, total: int) -> int:
+    def num_bytes(self, count: int, rows: int, total: int | None = None) -> int:
         """Return the bytes of `count` elements in `rows` of outputs, with their scales. total: the
-        elements of the full matrix, of whose scales each rank has the scales.
+        elements of the full matrix, of whose scales each rank has the scales; None: as many.
         """
         if self.bits == 8:
             return count + 4 * rows
         num_blocks = -(-count // BLOCK_SIZE)
         if not self.double_quant:
             return num_blocks * (BLOCK_SIZE // 2 + 4)
-        all_blocks = -(-total // BLOCK_SIZE)
+        all_blocks = num_blocks if total is None else -(-total // BLOCK_SIZE)
         scales = num_blocks + 4 * -(-all_blocks // SCALES_PER_BLOCK) + 4  # and their mean
         return num_blocks * BLOCK_SIZE // 2 + scales
 
