@@ -143,6 +143,16 @@ BROKEN_MODELS: list[tuple[dict[str, Any], str, str]] = [
         "model.lora.load_in_8bit load_in_4bit both set one false",
     ),
     (
+        {"model__mtp": "leave_out"},
+        "model.mtp",
+        "model.mtp no effect without model.hf",
+    ),
+    (
+        {"model__hf": "m", "model__mtp": "train", "parallel__pipe": 2},
+        "model.mtp",
+        "model.mtp=train parallel.pipe set model.mtp keep",
+    ),
+    (
         {
             "model__hf": "m",
             "model__lora": {"target": ("q_proj",), "bnb_4bit_use_double_quant": True},

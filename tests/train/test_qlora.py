@@ -209,12 +209,12 @@ def test_a_shard_has_the_double_scales_of_its_blocks(dim):
     values = four_bit.unpacked(*four_bit.packed(weight, packing), torch.float32)
     numbers = torch.arange(weight.numel()).view(shape) // 64
     for index in range(3):
-        shard = four_bit.Shard(layout, 1, mesh, index, None)
+        shard = four_bit.PackedShard(layout, 1, mesh, index, None)
         part = torch.empty(local_shape(layout, mesh, index))
         copy_part(part, numbers.float(), layout, mesh, index)
         assert torch.equal(shard.block_numbers(part.device), part.flatten()[::64].long())
         copy_part(part, weight, layout, mesh, index)
-        with patch.object(four_bit.Shard, "join", lambda *_: whole_absmax(weight)):
+        with patch.object(four_bit.PackedShard, "join", lambda *_: whole_absmax(weight)):
             found = four_bit.unpacked(*four_bit.packed(part, packing, None, shard), torch.float32)
         copy_part(part, values, layout, mesh, index)
         assert torch.equal(found, part)

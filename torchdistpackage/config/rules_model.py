@@ -253,7 +253,16 @@ def _mtp_is_read(c: RunConfig, world_size: int | None) -> str | None:
     return None
 
 
-@rule("model.mtp", "model.lora.target", "parallel.pipe", "parallel.context", "data.name")
+@rule(
+    "model.mtp",
+    "model.lora.target",
+    "parallel.pipe",
+    "parallel.context",
+    "parallel.sequence_parallel",
+    "data.document_masks",
+    "data.name",
+    "train.distill.teacher",
+)
 def _mtp_trains_alone(c: RunConfig, world_size: int | None) -> str | None:
     parallel = c.parallel
     on = {

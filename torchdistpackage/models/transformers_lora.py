@@ -28,7 +28,7 @@ from torchdistpackage.models.transformers_layout import TransformersShape, globa
 from torchdistpackage.models.transformers_stacks import adapt_stacks
 from torchdistpackage.parallel.tensor.four_bit import (
     PackedLinear,
-    Shard,
+    PackedShard,
     pack_weight,
     packed,
     unpacked,
@@ -167,7 +167,7 @@ def read_packed(
         group = layer.group if isinstance(layer, RowLinear) else None
         shard = None
         if stage._group is not None and weight.layout.split_axes:
-            shard = Shard(weight.layout, weight.inputs or 0, mesh, index, stage._group)
+            shard = PackedShard(weight.layout, weight.inputs or 0, mesh, index, stage._group)
         pack_weight(layer, rows, lora.packing, group, shard)
 
 

@@ -48,7 +48,7 @@ class KernelVerdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class PackedShard:
     """This rank's shard of a matrix that the ranks of `group` share, at `index` of `mesh`. inputs:
     the dim of the input features.
     """
@@ -90,10 +90,10 @@ class DoubleScales:
     scales: Tensor
     code: Tensor
     mean: Tensor
-    shard: Shard | None = None
+    shard: PackedShard | None = None
 
     @classmethod
-    def of(cls, absmax: Tensor, shard: Shard | None = None) -> "DoubleScales":
+    def of(cls, absmax: Tensor, shard: PackedShard | None = None) -> "DoubleScales":
         from bitsandbytes.functional import quantize_blockwise
 
         if shard is not None:
@@ -167,7 +167,7 @@ def packed(
     weight: Tensor,
     packing: PackedFormat,
     group: Group | None = None,
-    shard: Shard | None = None,
+    shard: PackedShard | None = None,
 ) -> tuple[Tensor, PackedState | RowState]:
     """Return weight (Dout, Din) in 4 bits, two elements per byte, or 8, and the state that unpacks
     it. A weight in float64 is first rounded to float32.
@@ -346,7 +346,7 @@ def pack_weight(
     weight: Tensor,
     packing: PackedFormat,
     group: Group | None = None,
-    shard: Shard | None = None,
+    shard: PackedShard | None = None,
 ) -> None:
     """Make a `PackedLinear`, a ColumnLinear or a RowLinear multiply by this weight (Dout, Din) in 4
     or 8 bits. group, shard: as of `packed`.
