@@ -145,7 +145,8 @@ def fits(name: str, layout: str) -> bool:
     if name == "falcon" and layout.startswith("tensor4"):  # more ranks than its fused keys
         return False
     # its attention gets the tokens of all context ranks
-    return not (name in FALCONS and "context" in layout and "sequence" in layout)
+    gathers = name in (*FALCONS, "bloom")
+    return not (gathers and "context" in layout and "sequence" in layout)
 
 
 def asked(layout: dict[str, int]) -> tuple[int, list[str]]:
