@@ -121,7 +121,7 @@ def groups_are_refused() -> None:
     rank = dist.get_rank()
     pair = dist.new_group([1, 2])
     if rank == 0:
-        every_operation_refuses(pair, "this rank is not in the group")
+        every_operation_refuses(pair, "this rank is not a member of the group")
         with pytest.raises(CommError, match="this rank is not a member of the group"):
             comm.barrier(pair)
     else:
