@@ -269,7 +269,7 @@ def _compiled(pool: ThreadPool, at: str, truths: Truths, mode: str) -> float | s
     """Blocks of one graph each, in one process."""
     run = [f"model.hf={at}", *AXES["compile"]]
     cell = tried(pool, run, truths.get(1), 1, mode)
-    if isinstance(cell, str) and mode == coverage_ranks.MODES[0] and "scalar type" in cell:
+    if isinstance(cell, str) and mode == coverage_ranks.MODES[0] and _MIXED.search(cell):
         # a compiler does not see that float() is to give float64
         plain = coverage_ranks.MODES[1]
         truth = pool(1).run(coverage_ranks.alone, at, 1, coverage_ranks.STEPS, 1.0, plain)[0]
@@ -279,6 +279,7 @@ def _compiled(pool: ThreadPool, at: str, truths: Truths, mode: str) -> float | s
     return cell
 
 
+_MIXED = re.compile(r"scalar type|same dtype")
 _ONE_GRAPH = re.compile(r"train\.compile=blocks: .* cannot be compiled to one graph.*")
 
 

@@ -58,6 +58,7 @@ def test_a_wrong_attention_is_seen(monkeypatch):
     ("family", "layout"),
     [
         ("qwen3_next", CONTEXT),
+        ("qwen4_exp_text", CONTEXT),  # whose indexer wants positions of each sample
         ("gpt_oss", CONTEXT),
         *(
             pytest.param(family, layout, marks=FULL)

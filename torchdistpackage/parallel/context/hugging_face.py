@@ -129,7 +129,8 @@ def inputs_of(
     """
     tokens = sequence.tokens(num, position_ids, device)
     assert tokens.positions is not None
-    positions = tokens.positions if tokens.mask is not None else tokens.positions[None]
+    # a row for each sample, as some classes index positions by sample
+    positions = tokens.positions.expand(batch, -1)
     if attends == "keys":
         # without a mask transformers would take a jump of positions for a border of documents
         return torch.ones(batch, tokens.seq_len, dtype=torch.long, device=device), positions
