@@ -129,11 +129,12 @@ def inputs_of(
     """
     tokens = sequence.tokens(num, position_ids, device)
     assert tokens.positions is not None
-    # a row for each sample, as some classes index positions by sample
-    positions = tokens.positions.expand(batch, -1)
+    positions = tokens.positions if tokens.mask is not None else tokens.positions[None]
     if attends == "keys":
         # without a mask transformers would take a jump of positions for a border of documents
-        return torch.ones(batch, tokens.seq_len, dtype=torch.long, device=device), positions
+        mask = torch.ones(batch, tokens.seq_len, dtype=torch.long, device=device)
+        # a row for each sample, as an indexer of keys may index positions by sample
+        return mask, positions.expand(batch, -1)
     if tokens.mask is None:
         return None, positions
     mask = tokens.mask.ids[:, None, None, :]
