@@ -12,7 +12,7 @@ from tests.tells import tells
 from torchdistpackage.config.load import loads
 from torchdistpackage.config.packages import is_before
 from torchdistpackage.errors import ConfigError
-from torchdistpackage.models import transformers_found
+from torchdistpackage.models import transformers_found, transformers_meta
 from torchdistpackage.models.shrunk_config import VOCAB, shrunk
 from torchdistpackage.models.transformers_layout import shape_of_section
 from torchdistpackage.models.transformers_meta import ModuleDraws
@@ -232,6 +232,24 @@ def test_a_module_is_drawn_by_the_rules_of_those_around_it():
     bound = math.sqrt(6 / sum(drawn.shape))
     assert 0.9 * bound < drawn.abs().max() <= bound
     assert not draws.parameter(f"{path}.in_proj_bias", 0).any()
+
+
+def test_a_layer_that_only_its_constructor_sets_is_drawn_in_every_block():
+    """OpenAI's first GPT, all of whose blocks have one activation, does so with its matrices."""
+    given = settings("openai-gpt")
+    draws = ModuleDraws(given, transformers_found.found_family(given))
+    blocks = [draws.parameter(f"transformer.h.{k}.mlp.c_fc.weight", 0) for k in (0, 1)]
+    assert not blocks[0].equal(blocks[1])
+    assert all(0.018 < float(block.std()) < 0.022 for block in blocks)
+
+
+def test_a_parameter_that_nobody_sets_is_refused(monkeypatch):
+    """Rather than to begin with what its memory held."""
+    given = settings("openai-gpt")
+    family = transformers_found.found_family(given)
+    monkeypatch.setattr(transformers_meta, "_conv1d", lambda: object)
+    with pytest.raises(ConfigError, match=r"c_fc.weight no initial value"):
+        ModuleDraws(given, family).parameter("transformer.h.0.mlp.c_fc.weight", 0)
 
 
 def test_the_vocabulary_of_a_model_that_reads_more_may_be_left_to_transformers(tmp_path):

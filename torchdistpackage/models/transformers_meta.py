@@ -12,7 +12,7 @@ time.
 import copy
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -241,7 +241,9 @@ def on_meta(
         if layers is not None:
             config.num_hidden_layers = layers + 1
         try:
-            with parameters_on_meta(constructed):
+            # a parameter that its constructor sets later is then known by its NaN
+            unset = nullcontext() if constructed is None else unset_is_nan()
+            with parameters_on_meta(constructed), unset:
                 model = auto_class(head).from_config(config, **build_options(dtype))
                 if layers is not None:
                     add_mtp(model, layers)
@@ -310,6 +312,17 @@ def parameters_on_meta(constructed: "Constructed | None" = None) -> Iterator[Non
         handle.remove()
 
 
+@contextmanager
+def unset_is_nan() -> Iterator[None]:
+    """Let memory that nobody set, as that of `torch.empty`, hold NaN in the block."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 # -- what parameters start as --------------------------------------------------------------------
 
 
@@ -338,6 +351,12 @@ class Constructed:
                 self.values[name] = self._of[parameter]
 
 
+def _conv1d() -> type:
+    from transformers.pytorch_utils import Conv1D
+
+    return Conv1D
+
+
 class ModuleDraws:
     """The parameters of one config.json, drawn block by block from a run's seed.
 
@@ -350,7 +369,8 @@ class ModuleDraws:
         self._family = family
         self._constructed = Constructed()
         self._model = on_meta(config_dict, torch.float32, self._constructed, head)
-        self._paths = dict(self._model.named_modules())
+        # blocks may share a module, as all of OpenAI's first GPT share an activation
+        self._paths = dict(self._model.named_modules(remove_duplicate=False))
         self._now: tuple[str, int, dict[str, Tensor]] = ("", 0, {})
 
     def parameter(self, name: str, seed: int) -> Tensor:
@@ -368,7 +388,7 @@ class ModuleDraws:
         value = self._now[2][name]
         if value.isnan().any():
             constructed = self._constructed.values.get(name)
-            if constructed is None:
+            if constructed is None or constructed.isnan().any():
                 raise ConfigError(
                     f"{self._family.class_name} gives {name} no initial value; name a folder with "
                     f"weights as model.hf"
@@ -390,6 +410,8 @@ class ModuleDraws:
                     part._parameters[key] = nn.Parameter(value, parameter.requires_grad)
             if callable(reset := getattr(part, "reset_parameters", None)):
                 reset()
+            elif type(part) is _conv1d():
+                nn.init.normal_(part.weight, std=0.02)  # as its constructor does
         for name in sorted(inside, key=lambda name: -name.count(".") - bool(name)):
             full = f"{path}.{name}" if name else path
             self._owner(full)._init_weights(inside[name])
