@@ -3,8 +3,12 @@
 Each is planted in a rank that takes the steps of `tdp prove`, and named with its stage and kind.
 """
 
+import json
+import math
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +16,19 @@ import torch
 import torch.distributed as dist
 
 from torchdistpackage.config.load import loads
-from torchdistpackage.equivalence.compare import first_difference
+from torchdistpackage.equivalence.compare import failure_of, first_difference
 from torchdistpackage.equivalence.record import ParityRecord
+from torchdistpackage.plan.parity_model import model_plan
 from torchdistpackage.plan.parity_plan import parity_run
 from torchdistpackage.plan.run_plan import make_plan, num_ranks
 from torchdistpackage.train import parity_steps
 from torchdistpackage.train.update import Update
 
 GPT = ["model.layers=2", "model.dim=32", "model.heads=4", "model.dropout=0.1", "data.seq_len=16"]
+LLAMA = {
+    "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
 
 
 @contextmanager
@@ -118,3 +127,24 @@ def test_a_mistake_between_steps_is_named(
     assert found is not None
     assert (found.stage, found.kind, found.factor) == (stage, kind, factor), str(found)
     assert found.axis == ("data and resume" if "resume" in kind else "data")
+
+
+def test_padding_is_no_token_of_a_text(pool, tmp_path):
+    """Its row is zeros, of which a class may have no gradient."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    words = ["data.target=tests.replay.sources:Tokens", "data.args={seq_len: 16, vocab: 256}"]
+    plan, _ = model_plan(str(tmp_path), [*words, "parallel.data=2"], tmp_path)
+    small = Path(str(plan.config.model.hf))
+    small.write_text(json.dumps(json.loads(small.read_text()) | {"pad_token_id": 127}))
+    (one,) = pool(1).run(parity_steps.record_run, parity_run(plan).whole, {})
+    ids = set(one.inputs[0].flatten().tolist())
+    assert 127 not in ids and ids & {126, 128}
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_one_process_whose_norm_is_no_number_is_nothing_to_compare_with(number: float):
+    right = ParityRecord({}, losses=[1.0, 1.0], norms=[0.5, 0.5])
+    assert failure_of(right) == ""
+    wrong = replace(right, norms=[0.5, number])
+    assert failure_of(wrong) == f"its gradient norm of step 2 is {number}"
+    assert failure_of(replace(wrong, error="head: raised")) == "head: raised"

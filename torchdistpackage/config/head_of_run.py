@@ -1,5 +1,7 @@
 """Find the head of a run: its task, and the classes named by the run or its folder. No torch."""
 
+from typing import Any, cast
+
 from torchdistpackage.config.head_tasks import ModelHead, labels_in
 from torchdistpackage.config.hugging_face import read_config
 from torchdistpackage.config.schema import RunConfig
@@ -28,8 +30,11 @@ def class_labels(config: RunConfig) -> tuple[str, ...]:
 
 
 def padding_of(config: RunConfig) -> int | None:
-    """Return the pad_token_id of the model's config.json, None if it has none."""
+    """Return the pad_token_id of the model's config.json, or of its text; None if it has none."""
     if config.model.hf is None:
         return None
-    padding = read_config(config.model.hf).get("pad_token_id")
+    settings = read_config(config.model.hf)
+    padding, text = settings.get("pad_token_id"), settings.get("text_config")
+    if padding is None and isinstance(text, dict):
+        padding = cast(dict[str, Any], text).get("pad_token_id")
     return padding if isinstance(padding, int) else None

@@ -12,7 +12,7 @@ that follow from it are not told.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import compress, zip_longest
 
 from torch import Tensor
 
@@ -920,6 +920,17 @@ _RESUMED: dict[str, Stage] = {
 }
 """Kinds in the order in which one makes the next."""
 _NO_MODULE = {"data after a resume": DATA, "random state after a resume": "the random state"}
+
+
+def failure_of(one: ParityRecord) -> str:
+    """Return why one process is nothing to compare with: its error, or the first step whose loss or
+    gradient norm is not finite; "" if it can be compared.
+    """
+    for step, (loss, norm) in enumerate(zip_longest(one.losses, one.norms, fillvalue=0.0), 1):
+        for what, number in (("loss", loss), ("gradient norm", norm)):
+            if not one.error and not math.isfinite(number):
+                return f"its {what} of step {step} is {number}"
+    return one.error
 
 
 def narrow_casts(ranks: Sequence[ParityRecord]) -> ParityFinding | None:

@@ -22,6 +22,7 @@ from torchdistpackage.equivalence.causes import CAUSES
 from torchdistpackage.equivalence.compare import (
     ITS_STEP,
     ParityFinding,
+    failure_of,
     first_difference,
     narrow_casts,
     stopped_difference,
@@ -121,8 +122,8 @@ def compare_run(
             saves = stack.enter_context(tempfile.TemporaryDirectory(prefix="tdp-prove-"))
         began = time.monotonic()
         reference, wide = _one_process(run, rank_pool(1), saves)
-        if reference.error:
-            raise TorchDistError(f"one process alone fails: {reference.error}")
+        if failure := failure_of(reference):
+            raise TorchDistError(f"one process alone fails: {failure}")
         say(f"one process: {time.monotonic() - began:.0f} s")
         for alone in (narrow_casts([reference]), stopped_difference([reference], {})):
             if alone is not None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torchdistpackage.checkpoint.commit import folder_name
 from torchdistpackage.checkpoint.parts import TopologyRank, saved_tensors
 from torchdistpackage.comm.tpc import resolve_group, tpc
+from torchdistpackage.config.head_of_run import padding_of
 from torchdistpackage.config.schema import RunConfig
 from torchdistpackage.data.source import DataBatch, fingerprint
 from torchdistpackage.ddp.sharded import ShardedOptimizer
@@ -75,6 +76,7 @@ def record_run(
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(0)
         trainer = build(plan, rank, torch.device("cpu"))
+        _feed_no_padding(trainer)
         return _in_float64(trainer) if wide else trainer
 
     trainer = fresh()
@@ -116,12 +118,13 @@ def _compared_steps(trainer: Trainer, record: ParityRecord, *, alike: bool, drop
     rows, number = trainer.plan.samples_per_microbatch, trainer.plan.schedule.num_microbatches
 
     shape = trainer.plan.shape if trainer.task is None else None
+    padding = padding_of(trainer.plan.config)
 
     def fed(step: int, index: int) -> DataBatch:
         batch = make_batch(step, 0 if alike else index)
         if shape is not None:
-            inputs = _with_edges(batch.inputs, shape.vocab, step)
-            labels = _with_edges(batch.targets, shape.vocab, step)
+            inputs = _with_edges(batch.inputs, shape.vocab, step, padding)
+            labels = _with_edges(batch.targets, shape.vocab, step, padding)
             batch = DataBatch(inputs, labels, batch.position_ids)
         if alike:
             first = (None if x is None else torch.cat([x[:rows]] * number) for x in batch)
@@ -180,9 +183,29 @@ def _compared_steps(trainer: Trainer, record: ParityRecord, *, alike: bool, drop
     trainer.batches.of_training = make_batch
 
 
-def _with_edges(ids: Tensor, vocab: int, step: int) -> Tensor:
+def _feed_no_padding(trainer: Trainer) -> None:
+    """Replace ids of padding in the samples of a run, unless its samples are padded themselves.
+
+    A text has none, and its row is zeros, at which a class may have no gradient: that of Gemma 3n,
+    which takes the root of a row's mean square, is NaN.
+    """
+    padding, make_batch = padding_of(trainer.plan.config), trainer.batches.of_training
+    if trainer.task is not None or padding is None:
+        return
+
+    def fed(step: int, index: int) -> DataBatch:
+        batch = make_batch(step, index)
+        if batch.inputs.is_floating_point():
+            return batch
+        other = 1 if padding == 0 else padding - 1
+        return batch._replace(inputs=batch.inputs.masked_fill(batch.inputs == padding, other))
+
+    trainer.batches.of_training = fed
+
+
+def _with_edges(ids: Tensor, vocab: int, step: int, padding: int | None) -> Tensor:
     """Return token ids; half of them are the first or the last of the vocabulary of one of 2 or 4
-    ranks.
+    ranks, but for the id of padding.
 
     A few dozen tokens of text would read no such row, and what no token reads is not compared.
     Which ids are replaced depends on them alone, so every layout gets the same samples.
@@ -190,7 +213,7 @@ def _with_edges(ids: Tensor, vocab: int, step: int) -> Tensor:
     if ids.is_floating_point():
         return ids
     starts = {k * y for n in (2, 4) for y in (vocab // n, -(-vocab // n)) for k in range(n + 1)}
-    edges = sorted({x for y in starts for x in (y - 1, y) if 0 <= x < vocab})
+    edges = sorted({x for y in starts for x in (y - 1, y) if 0 <= x < vocab and x != padding})
     replaced = torch.tensor(edges, dtype=ids.dtype)[ids.clamp(min=0) // 2 % len(edges)]
     # targets below 0 count for nothing
     return torch.where((ids >= 0) & (ids % 2 == step % 2), replaced, ids)

@@ -5,7 +5,12 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
-from torchdistpackage.equivalence.compare import first_difference, narrow_casts, stopped_difference
+from torchdistpackage.equivalence.compare import (
+    failure_of,
+    first_difference,
+    narrow_casts,
+    stopped_difference,
+)
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.parity.layout_ranks import ParityModel, run_layouts
 from torchdistpackage.harness.parity.layouts import Axes, ParityReport, checked
@@ -44,8 +49,8 @@ def prove(
         ranks = pool or stack.enter_context(RankPool(MOST_RANKS, timeout_s=600.0))
         saves = stack.enter_context(tempfile.TemporaryDirectory(prefix="tdp-prove-"))
         (one_process,), *records = run_layouts(build, batch, chosen, ranks, saves)
-    if one_process.error:
-        raise ConfigError(f"prove: one process alone fails: {one_process.error}")
+    if failure := failure_of(one_process):
+        raise ConfigError(f"prove: one process alone fails: {failure}")
     for alone in (narrow_casts([one_process]), stopped_difference([one_process], {})):
         if alone is not None:
             return ParityReport([({}, alone)])
