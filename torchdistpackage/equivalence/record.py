@@ -7,13 +7,15 @@ draws is looked at apart, since one process and many ranks draw differently for 
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from torchdistpackage.comm.nested import leaves_of
 from torchdistpackage.equivalence.placed import Placed
@@ -249,19 +251,55 @@ def told_where(modules: Mapping[str, nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def without_dropout(module: nn.Module) -> Iterator[None]:
-    """Set all dropout modules and probabilities named `dropout` to 0 inside the block."""
+    """Set all dropout modules, and all rates whose name has `drop`, to 0 inside the block; leaf
+    modules of other libraries that draw nevertheless, as a router that samples experts, compute as
+    in evaluation.
+    """
     saved: list[tuple[object, str, object]] = []
+    hooks: list[RemovableHandle] = []
     for part in module.modules():
-        for name in ("p", "drop_prob") if _is_dropout(part) else ("dropout", "dropout_p"):
-            value = getattr(part, name, None)
-            if isinstance(value, float) and value > 0:
-                saved.append((part, name, value))
-                setattr(part, name, 0.0)
+        rates = ("p",) if _is_dropout(part) else ()
+        for holder in (part, getattr(part, "config", None)):
+            for name, value in list(getattr(holder, "__dict__", {}).items()):
+                if isinstance(value, float) and value > 0 and (name in rates or "drop" in name):
+                    # a configuration may be frozen
+                    with suppress(AttributeError):
+                        setattr(holder, name, 0.0)
+                        saved.append((holder, name, value))
+        if part.training and not any(part.children()) and not _is_ours(part):
+            saved.append((part, "training", True))
+            hooks.append(_in_eval_if_it_draws(part))
     try:
         yield
     finally:
+        for hook in hooks:
+            hook.remove()
         for part, name, value in saved:
             setattr(part, name, value)
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] in ("torch", "torchdistpackage")
+
+
+def _in_eval_if_it_draws(module: nn.Module) -> RemovableHandle:
+    """Try the module before its first call, and put it into evaluation if that draws."""
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return  # no part of the graph
+        handle.remove()
+        state, kept = torch.get_rng_state(), [x.clone() for x in module.buffers()]
+        with torch.no_grad():  # of which a checkpoint sees nothing
+            module.forward(*args, **kwargs)
+            for buffer, value in zip(module.buffers(), kept, strict=True):
+                buffer.copy_(value)
+        if not torch.equal(state, torch.get_rng_state()):
+            module.training = False
+            torch.set_rng_state(state)
+
+    handle = module.register_forward_pre_hook(before, with_kwargs=True)
+    return handle
 
 
 def _is_dropout(module: nn.Module) -> bool:
