@@ -24,6 +24,7 @@ from tests.models.found_cases import (
     transformers,
 )
 from tests.train import parity
+from torchdistpackage.config.mtp import COUNT
 from torchdistpackage.families.registry import FAMILIES, SPLIT_ALONE
 from torchdistpackage.models.transformers_found import found_on
 from torchdistpackage.models.transformers_layout import TransformersShape, global_name, layouts
@@ -285,11 +286,18 @@ def test_an_untrained_export_has_the_files_of_the_folder(ranks, saved, tmp_path,
 
 @STACKED
 def test_an_export_keeps_the_heads_of_further_tokens_that_its_class_ignores(ranks, saved, tmp_path):
-    """DeepSeek V3 has its MTP layer in the folder as one more block, and none in transformers."""
+    """DeepSeek V3 has its MTP layer in the folder as one more block, and none in transformers,
+    which knows the number of that block in the published model alone."""
     folder = tmp_path / "with"
     shutil.copytree(saved("deepseek_v3")[0], folder)
     tensors = load_file(folder / "model.safetensors")
-    mtp = {"model.layers.61.eh_proj.weight": torch.randn(4, 8, dtype=torch.float64)}
+    given = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**given, COUNT: 1}))
+    mtp = {
+        f"model.layers.{number}.{name}.weight": torch.randn(4, 8, dtype=torch.float64)
+        for number in (61, given["num_hidden_layers"])
+        for name in ("eh_proj", "mlp.experts.0.gate_proj")
+    }
     save_file({**tensors, **mtp}, folder / "model.safetensors", metadata={"format": "pt"})
     ranks(1).run(coverage_ranks.export, str(folder), str(tmp_path), [])
     mine = load_file(tmp_path / "out" / "model.safetensors")

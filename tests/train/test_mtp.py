@@ -97,6 +97,26 @@ def test_an_export_has_the_trained_layer_in_the_form_of_the_folder(ranks, saved,
     assert all("e_score_correction_bias" in key or ".experts." in key for key in still)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("mtp", ["keep", "leave_out"])
+def test_an_export_keeps_or_leaves_out_a_layer_that_does_not_train(ranks, saved, tmp_path, mtp):
+    folder, _ = saved("deepseek_v3")
+    (run := tmp_path / "run").mkdir()
+    size, changes = run_of("tensor2")
+    ranks(size).run(save_after, [f"model.hf={folder}", f"model.mtp={mtp}", *changes], str(run), 2)
+    with quiet():
+        assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    found, before = (load_file(f"{x}/model.safetensors") for x in (tmp_path / "out", folder))
+    block = (
+        f"model.layers.{json.loads(Path(folder, 'config.json').read_text())['num_hidden_layers']}."
+    )
+    of_layer = {key for key in before if key.startswith(block)}
+    assert of_layer and before.keys() - of_layer == {x for x in found if not x.startswith(block)}
+    assert of_layer & found.keys() == (of_layer if mtp == "keep" else set())
+    for key in of_layer & found.keys():
+        assert torch.equal(found[key].to(before[key]), before[key])
+
+
 def test_a_plan_says_what_becomes_of_the_layer(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(small_of("deepseek_v3")))
     for mtp, text in (

@@ -22,7 +22,7 @@ from torchdistpackage.bounded import StoredTensor, same_bits
 from torchdistpackage.config.head_tasks import ModelHead
 from torchdistpackage.config.hugging_face import other_model, read_config
 from torchdistpackage.config.model_section import is_adapter
-from torchdistpackage.config.mtp import DEPTH
+from torchdistpackage.config.mtp import COUNT, DEPTH
 from torchdistpackage.config.packages import is_before
 from torchdistpackage.errors import CheckpointError
 from torchdistpackage.layout.layout import Layout
@@ -128,7 +128,7 @@ def open_found(folder: str | Path, shape: TransformersShape) -> FoundFolder:
     stored = {k: x for k, x in headers(folder) if not UNREAD.search(f".{k}")}
     model = _model_of(shape)
     shapes = _shapes(shape) | stored_shapes(shape)
-    groups, unexpected, _ = _groups(model, stored, shapes, shape.kind.aliases)
+    groups, unexpected, _ = _groups(model, stored, shapes, shape)
     is_anew, unread = _begins_anew(folder, shape, model)
     copies = mtp_copies(shape)
     unexpected = [name for name in unexpected if not unread(name) and name not in copies]
@@ -196,7 +196,7 @@ def ignored_tensors(
         return {}
     stored = {k: x for k, x in headers(folder) if not UNREAD.search(f".{k}")}
     model = _model_of(shape)
-    _, _, unmatched = _groups(model, stored, _shapes(shape), shape.kind.aliases)
+    _, _, unmatched = _groups(model, stored, _shapes(shape), shape)
     is_read = (key for key in unmatched if stored[key][1].dtype in DTYPES)
     return {key: (folder / stored[key][0], stored[key][1].shape) for key in is_read}
 
@@ -331,18 +331,16 @@ def _groups(
     model: Any,
     stored: Mapping[str, tuple[str, StoredTensor]],
     shapes: Mapping[str, tuple[int, ...]],
-    aliases: Mapping[str, str],
+    shape: TransformersShape,
 ) -> tuple[list[StoredGroup], list[str], list[str]]:
     """Return the groups of tensors that make up parameters, the tensors that make up none, and
-    those that the class ignores.
+    those that the model ignores.
     """
     early = is_before("transformers", "5")
     renamings, converters = _conversions(model)
     by_pattern = {pattern: x for x in converters for pattern in x.source_patterns}
-    ignored = [
-        re.compile(x) for x in getattr(model, "_keys_to_ignore_on_load_unexpected", ()) or ()
-    ]
-    everything = dict.fromkeys([*shapes, *aliases])
+    ignored = _ignored(model, shape)
+    everything = dict.fromkeys([*shapes, *shape.kind.aliases])
     grouped: dict[str, tuple[list[tuple[str, str]], Any]] = {}
     unexpected: list[str] = []
     unmatched: list[str] = []
@@ -354,13 +352,29 @@ def _groups(
         if name not in everything and key in everything:
             name, pattern = key, None
         converter = None if pattern is None else by_pattern[pattern]
-        if name not in everything and converter is None:
-            is_ignored = any(x.search(key) for x in ignored)
-            (unmatched if is_ignored else unexpected).append(key)
-            continue
+        if name not in everything:
+            # experts that are left out match a converter too
+            if any(x.search(key) for x in ignored):
+                unmatched.append(key)
+                continue
+            if converter is None:
+                unexpected.append(key)
+                continue
         grouped.setdefault(name, ([], converter))[0].append((pattern or key, key))
     groups = [StoredGroup(name, tuple(keys), x) for name, (keys, x) in grouped.items()]
     return groups, unexpected, unmatched
+
+
+def _ignored(model: Any, shape: TransformersShape) -> list[re.Pattern[str]]:
+    """Return patterns of the names that transformers' class ignores, and of the layers behind the
+    last one, of which the class knows the number in its largest published model alone.
+    """
+    patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+    count, layers = shape.given.get(COUNT), shape.given.get("num_hidden_layers")
+    if type(count) is int and type(layers) is int:
+        numbers = range(layers, layers + count)
+        patterns += [rf"^{re.escape(shape.kind.blocks)}\.{number}\." for number in numbers]
+    return [re.compile(x) for x in patterns]
 
 
 def _named(
