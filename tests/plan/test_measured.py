@@ -11,7 +11,12 @@ from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import load
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.bench.profile import MeasuredDevice, Profile, dumps
-from torchdistpackage.plan.measured import measured_device, measured_fabric
+from torchdistpackage.plan.measured import (
+    measured_device,
+    measured_fabric,
+    measured_step_seconds,
+    other_machine,
+)
 from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.plan.step_time import run_time
 from torchdistpackage.predict.kernels import Matmul, matmul_seconds
@@ -52,6 +57,7 @@ def test_the_table_says_whose_numbers_it_has(
     assert main(["plan", TINY, "--time", "--profile", str(path)]) == 0
     text = capsys.readouterr().out
     assert "predicted step on cpu, as me@n0 measured it on 2026-01-02 (cpu)" in text
+    assert "was measured on cpu of n0" in " ".join(text.split())
     assert "exposed data" in text and "cluster.json; no published step" in " ".join(text.split())
 
 
@@ -190,6 +196,25 @@ def test_a_profile_is_taken_for_the_gpu_that_the_job_asks_for(name: str, is_take
         return
     with pytest.raises(ConfigError, match=f"measured on {name} of n0, but .* asks for h100-sxm"):
         measured_device(profile_of(name=name), config, Path("x"), 16)
+
+
+def test_a_profile_of_another_machine_is_named_with_what_to_do(tmp_path: Path) -> None:
+    profile, local = profile_of(name="NVIDIA A100-SXM4-80GB"), load(TINY, [])
+    text = other_machine(profile, local, Path("far.json"), "login1")
+    assert text is not None
+    assert tells(text, "far.json", "A100-SXM4-80GB of n0", "this is login1", "gpus-per-node")
+    assert other_machine(profile, local, Path("x"), "n0") is None
+    job = load(SLURM, ["launch.slurm.gpus-per-node=a100:8"])
+    assert other_machine(profile, job, Path("x"), "login1") is None
+    file = tmp_path / "far.json"
+    file.write_text(dumps(profile))
+    plan = make_plan(local, 4, TINY)
+    with pytest.raises(ConfigError, match="A100-SXM4-80GB of n0, but this run is on cpu; measure"):
+        measured_step_seconds(plan, file, None, "cpu")
+    file.write_text(dumps(profile_of()))
+    assert measured_step_seconds(plan, file, None, "cpu") == pytest.approx(
+        sum(seconds(profile_of()).values())
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`tdp plan`: show the layout, memory and schedule of a run before it is queued."""
 
 import os
+import socket
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -39,6 +40,7 @@ RENDER = "torchdistpackage.launch.slurm.script:render"
 WRITE = "torchdistpackage.files:atomic_write"
 UNUSED_KEYS = "torchdistpackage.data.tokens.texts:unused_keys"
 READ_PROFILE = "torchdistpackage.harness.bench.profile:read"
+OTHER_MACHINE = "torchdistpackage.plan.measured:other_machine"
 ESTIMATES = "torchdistpackage.plan.estimate:estimates"
 TIMELINE = "torchdistpackage.plan.estimate:timeline_with_messages"
 ELASTIC, CHECK_NODES = (f"torchdistpackage.plan.elastic:{x}" for x in ("fitted", "check_nodes"))
@@ -277,6 +279,9 @@ def plan(
         warnings += resolve(UNUSED_KEYS)(run)
     warnings += () if planned.model is None else planned.model.notes()
     warnings += start_bill(planned).warnings()
+    if cluster is not None and device is None:
+        elsewhere = resolve(OTHER_MACHINE)(cluster, run, profile, socket.gethostname())
+        warnings += [] if elsewhere is None else [elsewhere]
     predicted = None
     has_terms = show_time or compare is not None
     if has_terms or device is not None or run.launch.slurm:

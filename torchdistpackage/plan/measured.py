@@ -85,9 +85,25 @@ def measured_device(
     )
 
 
-def measured_step_seconds(plan: Plan, path: Path, ranks_per_node: int | None) -> float | None:
+def other_machine(profile: Profile, config: RunConfig, path: Path, host: str) -> str | None:
+    """Return a warning if nothing says that the run will be where the profile at `path` was
+    measured: `host` is none of its hosts, and the job requests no type of GPU."""
+    if profile.device is None or host in profile.hosts or device_of(config) is not None:
+        return None
+    return (
+        f"{path} was measured on {profile.device.name} of {profile.hosts[0]}, this is {host}, and "
+        f"launch.slurm names no type of GPU: if the run will not be there, name its type, such as "
+        f"gpus-per-node: h100:8, or measure here with tdp comm bench --profile FILE"
+    )
+
+
+def measured_step_seconds(
+    plan: Plan, path: Path, ranks_per_node: int | None, name: str
+) -> float | None:
     """Return the seconds of a step that the profile at `path` predicts; None if a step of this plan
     is not predicted.
+
+    name: of the device that the run is on, as the profile has it.
 
     Raises:
         ConfigError: the profile cannot be read, or does not serve this plan.
@@ -95,6 +111,11 @@ def measured_step_seconds(plan: Plan, path: Path, ranks_per_node: int | None) ->
     if unpredicted(plan) is not None:
         return None
     profile = read(path)
+    if profile.device is not None and profile.device.name != name:
+        raise ConfigError(
+            f"{path} was measured on {profile.device.name} of {profile.hosts[0]}, but this run is "
+            f"on {name}; measure here with tdp comm bench --profile FILE, or remove log.profile"
+        )
     device = measured_device(profile, plan.config, path, plan.world_size, ranks_per_node)
     fabric = measured_fabric(profile, device, ranks_per_node)
     return run_time(plan, device, ranks_per_node, fabric).step.total

@@ -456,15 +456,16 @@ def _predicted_seconds(trainer: Trainer) -> float | None:
     None.
     """
     plan, device, path = trainer.plan, trainer.device, trainer.plan.config.log.profile
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     if path is not None:
         try:
-            return measured_step_seconds(plan, Path(path), None)
+            return measured_step_seconds(plan, Path(path), None, name)
         except ConfigError as error:  # a number to compare with is no reason to end a run
             print_line(f"note: no step time is predicted: {error}")
             return None
     if device.type != "cuda":
         return None
-    return known_step_seconds(plan, torch.cuda.get_device_name(device))
+    return known_step_seconds(plan, name)
 
 
 def retention_of(config: RunConfig) -> Retention:
