@@ -66,6 +66,9 @@ def test_a_run_without_one_is_not_submitted(tmp_path: Path, capsys):
     assert main(["submit", str(file), "--proved", "--dry-run"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "is not proved" in said and f"tdp prove {file} --layouts this" in said
+    assert main(["submit", str(file), "optim.lr=1", "--proved", "--dry-run"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"tdp prove {file} optim.lr=1 --layouts this" in said
 
 
 @pytest.mark.full

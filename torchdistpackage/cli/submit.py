@@ -167,9 +167,10 @@ def _checked(
     names, runs = [""], list[RunConfig]()
     for point in points(sweeps) if sweeps else (SweepRun("", ()),):
         try:
-            run = _checked_run(path, [*overrides, *point.overrides])
+            changes = [*overrides, *point.overrides]
+            run = _checked_run(path, changes)
             if proved:
-                _refuse_unproved(run, path)
+                _refuse_unproved(run, path, changes)
         except ConfigErrors as error:
             problems |= dict.fromkeys(error.problems)
             notes |= dict.fromkeys(getattr(error, "__notes__", ()))
@@ -227,14 +228,14 @@ def _refuse_crowded_folder(plan: Plan, path: str) -> None:
         raise ConfigErrors(path, [config.problem("run.dir", text)])
 
 
-def _refuse_unproved(run: RunConfig, path: str) -> None:
+def _refuse_unproved(run: RunConfig, path: str, overrides: Sequence[str]) -> None:
     """Refuse a run for which tdp prove has written no certificate.
 
     Raises:
         ConfigErrors: lists what is missing.
     """
     planned = make_plan(run, job_shape(run).world_sizes[0], path).config
-    if problems := unproved(run, planned, path):
+    if problems := unproved(run, planned, path, overrides):
         raise ConfigErrors(path, problems)
 
 

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -134,14 +135,16 @@ def read_certificate(path: Path) -> Certificate:
         raise ValueError(f"it is not a certificate of tdp prove ({error!r})") from error
 
 
-def unproved(config: RunConfig, planned: RunConfig, file: str) -> list[Problem]:
+def unproved(
+    config: RunConfig, planned: RunConfig, file: str, overrides: Sequence[str] = ()
+) -> list[Problem]:
     """Return why a run is not proved: no certificate, or one for other code, versions or axes.
 
-    planned: the run with its number of data ranks. file: of the run, for the command that proves
-    it.
+    planned: the run with its number of data ranks. file, overrides: of the run, for the command
+    that proves it.
     """
     path = certificate_path(config)
-    command = f"run tdp prove {file} --layouts this"
+    command = f"run {shlex.join(['tdp', 'prove', file, *overrides, '--layouts', 'this'])}"
     try:
         proof = read_certificate(path)
     except FileNotFoundError:
