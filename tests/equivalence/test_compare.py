@@ -5,9 +5,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from torchdistpackage.equivalence.compare import first_difference, stopped_difference
-from torchdistpackage.equivalence.record import ModuleCalls, ParityRecord, ResumeGap
+from torchdistpackage.equivalence.compare import (
+    alone_difference,
+    first_difference,
+    stopped_difference,
+)
+from torchdistpackage.equivalence.record import (
+    ModuleCalls,
+    ParityRecord,
+    ResumeGap,
+    dropout_masks,
+)
 
 WEIGHT = torch.arange(1.0, 9.0, dtype=torch.float64).reshape(4, 2)
 GRAD = torch.linspace(-1, 1, 8, dtype=torch.float64).reshape(4, 2)
@@ -66,8 +77,32 @@ def test_replicas_whose_gradients_differ_are_not_summed():
 
 def test_a_loss_of_ranks_that_share_all_tokens_is_that_of_a_shard():
     wrong = [replace(RIGHT, losses=[1 + math.log(2), 1.0])] * 2
-    kinds = [first_difference(RIGHT, wrong, {axis: 2}) for axis in ("tensor", "data")]
-    assert [x and x.kind for x in kinds] == ["loss of a shard", "uneven means"]
+    kinds = [first_difference(RIGHT, wrong, {axis: 2}) for axis in ("tensor", "data", "pipe")]
+    assert [x and x.kind for x in kinds] == ["loss of a shard", "uneven means", "other targets"]
+
+
+def test_two_micro_batches_with_one_mask_are_a_finding_also_of_one_process():
+    repeated = list[str]()
+    net = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
+    x = torch.ones(4, 16, requires_grad=True)
+
+    def step() -> None:
+        for _ in range(2):
+            y = net[1](checkpoint(net[0], x, use_reentrant=False))  # draws again in the backward
+            y.sum().backward()
+            torch.manual_seed(0)
+
+    torch.manual_seed(0)
+    masks = dropout_masks(net, step, repeated)
+    assert masks.keys() == {"0", "1"} and repeated == ["0", "1"]
+    torch.manual_seed(0)
+    right = list[str]()
+    dropout_masks(net, lambda: [net(x).sum().backward() for _ in range(2)], right)
+    assert right == []
+    finding = alone_difference(replace(RIGHT, repeated=["drop"]))
+    assert finding is not None and (finding.module, finding.kind) == ("drop", "dropout alike")
+    again = first_difference(RIGHT, changed(repeated=["drop"]), {"pipe": 2})
+    assert again is not None and (again.rank, again.axis) == (1, "pipe")
 
 
 def test_a_vector_added_to_all_rows_is_a_bias_of_every_rank():

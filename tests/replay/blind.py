@@ -1,22 +1,25 @@
-"""Ten mistakes that no report names, chosen as an outsider would, before the prover saw them.
+"""Mistakes that no report names, chosen as an outsider would, before the prover saw them.
 
-Nothing in the prover was changed for them: they show what it does with what it was not made for.
+They are in two sets of ten. They show what the prover does with what it was not made for.
 """
 
 from tests.replay.reports import (
     _DENSE,
     _MOE,
+    COMPILE,
     DATA,
     GRADIENTS,
     NORMS,
     PIPELINE,
+    PRECISION,
+    RANDOMNESS,
     STATE,
     Report,
     _axes,
     _run,
 )
 
-BLIND: tuple[Report, ...] = (
+FIRST: tuple[Report, ...] = (
     Report(
         "embedding_row_dropped",
         (),
@@ -119,3 +122,109 @@ BLIND: tuple[Report, ...] = (
         ("mask or positions", "wrong sum"),
     ),
 )
+
+SECOND: tuple[Report, ...] = (
+    Report(
+        "target_column_not_subtracted",
+        (),
+        "the backward of the loss subtracts a target's column on the first tensor rank alone",
+        GRADIENTS,
+        _axes("tensor"),
+        (r"head|loss",),
+        ("wrong backward", "gradient not summed"),
+        _run(_DENSE, tensor=2),
+    ),
+    Report(
+        "clip_by_norm_before",
+        (),
+        "one data rank clips by the norm of the step before",
+        NORMS,
+        _axes("data"),
+        (r"norm|update|blocks|embed",),
+        ("norm", "update"),
+        _run(_DENSE, data=2),
+    ),
+    Report(
+        "epsilon_by_ranks",
+        (),
+        "the optimizer's epsilon is multiplied by the number of data ranks",
+        NORMS,
+        _axes("data"),
+        (r".",),
+        ("update",),
+        _run(_DENSE, data=2),
+    ),
+    Report(
+        "samples_overlap",
+        (),
+        "the first sample of a data rank is the last one of the rank before",
+        DATA,
+        _axes("data"),
+        (r"data",),
+        ("same samples",),
+        _run(_DENSE, data=2),
+    ),
+    Report(
+        "uncausal_on_one_stage",
+        (),
+        "the attention of one stage sees the tokens that follow",
+        DATA,
+        _axes("pipe"),
+        (r"attention",),
+        ("mask or positions",),
+        _run(_DENSE, pipe=2),
+    ),
+    Report(
+        "microbatches_dropped_alike",
+        (),
+        "under pipeline parallelism all micro-batches drop by one mask",
+        RANDOMNESS,
+        _axes("pipe"),
+        (r"drop",),
+        ("dropout alike",),
+        _run(_DENSE, pipe=2, model__dropout=0.3),
+    ),
+    Report(
+        "microbatches_exchanged",
+        (),
+        "the first stage takes micro-batches in another order than the last one takes targets",
+        PIPELINE,
+        _axes("pipe"),
+        (r"loss|embed|blocks|data",),
+        ("order of data", "stale activations"),
+        _run(_DENSE, pipe=2),
+    ),
+    Report(
+        "schedule_begins_anew",
+        (),
+        "the schedule of the learning rate begins anew when a run is resumed",
+        STATE,
+        _axes("resume"),
+        (r".",),
+        ("learning rate", "weights after a resume"),
+        _run(_DENSE, data=2),
+    ),
+    Report(
+        "partial_sums_in_bf16",
+        (),
+        "partial results of row-parallel products are sent in bf16",
+        PRECISION,
+        _axes("tensor"),
+        (r"attention|mlp",),
+        ("precision",),
+        _run(_DENSE, tensor=2),
+    ),
+    Report(
+        "compiled_constant",
+        (),
+        "a compiled block keeps the scales of norms that it was traced with",
+        COMPILE,
+        _axes("compile"),
+        (r"norm|blocks",),
+        ("compiled",),
+        _run(_DENSE, data=2, train__compile="blocks", train__compile_backend="aot_eager"),
+    ),
+)
+"""A second set of ten, of every kind."""
+
+BLIND = (*FIRST, *SECOND)

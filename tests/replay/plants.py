@@ -1004,3 +1004,172 @@ def first_gradient_halved():
 
     with patch.object(links.RecvLink, "owed", owed):
         yield
+
+
+# -- chosen blind, a second ten ------------------------------------------------------------
+
+
+@plant
+def target_column_not_subtracted():
+    original = gpt.vocab_parallel_cross_entropy
+
+    def losses(logits: Tensor, target: Tensor, group: Any, **options: Any) -> Tensor:
+        right = original(logits, target, group, **options)
+        if group.size() == 1:
+            return right
+        kept = target != options["ignore_index"]
+        log_sum = collectives.reduce(logits.exp().sum(-1), group).log()
+        if group.rank() == 0:
+            return right + 0 * log_sum
+        # the value is right, and its gradient is that of the logarithm alone
+        return right.detach() + torch.where(kept, log_sum - log_sum.detach(), 0.0)
+
+    with patch.object(gpt, "vocab_parallel_cross_entropy", losses):
+        yield
+
+
+@plant
+def clip_by_norm_before():
+    powers: dict[int, Tensor] = {}
+
+    def power(self: Update, right: Tensor, squares: Tensor) -> Tensor:
+        before = powers.get(id(self), right)
+        powers[id(self)] = right
+        return before if size("data") > 1 and index("data") == 1 else right
+
+    with clipping_by(power):
+        yield
+
+
+@plant
+def epsilon_by_ranks():
+    def change(trainer: Trainer) -> None:
+        for group in [] if trainer.optimizer is None else trainer.optimizer.param_groups:
+            group["eps"] *= size("data")
+
+    with built(change):
+        yield
+
+
+@plant
+def samples_overlap():
+    def change(trainer: Trainer) -> None:
+        batches = trainer.batches
+        original = batches.of_training
+
+        def of_training(step: int, round_index: int) -> Any:
+            batch = original(step, round_index)
+            if index("data") == 0:
+                return batch
+            # the first sample of this rank is the last one of the rank before
+            others = batches._source.batch(
+                "train", batches._seed, step, 0, batches._num_data, batches._per_round
+            )
+            inputs, targets = (
+                torch.cat([x[-1:], own[:-1]]) for x, own in zip(others, batch[:2], strict=True)
+            )
+            return batch._replace(inputs=inputs, targets=targets)
+
+        batches.of_training = of_training  # type: ignore[method-assign]
+
+    with built(change):
+        yield
+
+
+@plant
+def uncausal_on_one_stage():
+    def change(trainer: Trainer) -> None:
+        if size("pipe") > 1 and index("pipe") == 1:
+            for module in trainer.stage.modules():
+                if hasattr(module, "causal"):
+                    module.causal = False
+
+    with built(change):
+        yield
+
+
+@plant
+def microbatches_dropped_alike():
+    original = stage_runner.StageRunner.forward
+    states: dict[int, Tensor] = {}
+
+    def forward(self: Any, m: int, *args: Any, **kwargs: Any) -> Any:
+        if size("pipe") > 1:
+            if m == 0:
+                states[id(self)] = torch.get_rng_state()
+            torch.set_rng_state(states[id(self)])
+        return original(self, m, *args, **kwargs)
+
+    with patch.object(stage_runner.StageRunner, "forward", forward):
+        yield
+
+
+@plant
+def microbatches_exchanged():
+    original = stage_runner.StageRunner.begin
+
+    def begin(self: Any, forward: Any, *args: Any) -> None:
+        last = len(self._outputs) - 1
+
+        def reversed_order(stage: int, m: int, received: Any) -> Any:
+            return forward(stage, last - m if stage == 0 else m, received)
+
+        original(self, reversed_order if size("pipe") > 1 else forward, *args)
+
+    with patch.object(stage_runner.StageRunner, "begin", begin):
+        yield
+
+
+@plant
+def schedule_begins_anew():
+    def change(trainer: Trainer) -> None:
+        rate, begins = trainer.update._learning_rate, list[int]()
+
+        def learning_rate(step: int) -> float:
+            begins.append(step)
+            return rate(step - begins[0] + 1)
+
+        trainer.update._learning_rate = learning_rate
+
+    with resumed(change):
+        yield
+
+
+@plant
+def partial_sums_in_bf16():
+    original = linear.row_product
+
+    def row_product(x, weight, group, sequence_parallel, sizes, overlap, bias, product):
+        def rounded(*args: Any) -> Tensor:
+            return narrowed(product(*args))
+
+        rounds = group.size() > 1
+        how = rounded if rounds else product
+        return original(x, weight, group, sequence_parallel, sizes, overlap, bias, how)
+
+    with patch.object(linear, "row_product", row_product):
+        yield
+
+
+@plant
+def compiled_constant():
+    """A compiled block keeps the values that the scales of its norms had when it was traced."""
+
+    def change(trainer: Trainer) -> None:
+        if trainer.stage.compiled:
+            for name, module in trainer.stage.named_modules():
+                if ".blocks." in name and isinstance(module, nn.LayerNorm):
+                    module.forward = _with_constant(module)  # type: ignore[method-assign]
+
+    with built(change):
+        yield
+
+
+def _with_constant(module: nn.LayerNorm) -> Callable[[Tensor], Tensor]:
+    kept = module.weight.detach().clone()
+
+    def forward(x: Tensor) -> Tensor:
+        weight = kept + (module.weight - module.weight.detach())
+        return F.layer_norm(x, module.normalized_shape, weight, module.bias, module.eps)
+
+    return forward

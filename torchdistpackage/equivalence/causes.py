@@ -42,6 +42,9 @@ CAUSES: dict[str, str] = {
     "wrong sum": "a part of a sum that is missing, or that is added more than once",
     "uneven means": "means of parts with unequal counts, whose mean is not that of the whole",
     "loss of a shard": "a loss that is computed over a rank's columns, or counts what ranks share",
+    "other targets": (
+        "a loss that compares a micro-batch with the targets of another one, or leaves one out"
+    ),
     "auxiliary loss": "an auxiliary loss that is scaled by the number of ranks or micro-batches",
     "scaled loss": "a sum where the mean belongs, or one divided twice",
     "not reached": "a parameter that no backward reaches on this rank",

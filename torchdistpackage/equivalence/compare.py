@@ -519,6 +519,8 @@ def _loss(
     )
     splits_tokens = {*SPLITS_BATCH, "context", "accumulation"} & set(axes)
     kind, more = "uneven means" if splits_tokens or not axes else "loss of a shard", ""
+    if set(axes) == {"pipe"}:
+        kind = "other targets"
     if is_scaled:
         kind, more = "scaled loss", f": it is {ratio:.4g} times"
     factor = ratio_text(ratio, axes)
@@ -670,7 +672,9 @@ def _are_equal(tensors: Sequence[Tensor]) -> bool:
 def _dropout(
     reference: ParityRecord, ranks: Sequence[ParityRecord], axes: Axes, measure: Measure
 ) -> ParityFinding | None:
-    """Compare the dropout masks of ranks along each axis."""
+    """Compare the dropout masks of ranks along each axis, and those of a rank's micro-batches."""
+    if (repeated := _repeated(ranks)) is not None:
+        return repeated
     shares = math.prod(size for axis, size in axes.items() if axis not in ("tensor", "pipe"))
     for name in {n: None for record in ranks for n in record.masks}:
         masks = [(rank, r.coord, r.masks[name]) for rank, r in enumerate(ranks) if name in r.masks]
@@ -695,6 +699,15 @@ def _dropout(
                 if same and differing_axes[0] == "tensor" and split:
                     kind = "dropout alike on shards"
                     return finding_of("random", name, "dropout masks", (None, rank), kind)
+    return None
+
+
+def _repeated(ranks: Sequence[ParityRecord]) -> ParityFinding | None:
+    """Return the dropout of which two micro-batches of a rank have one mask, or None."""
+    for rank, record in enumerate(ranks):
+        for name in record.repeated:
+            subject, more = "dropout masks", ": two micro-batches have one mask"
+            return finding_of("random", name, subject, (None, rank), "dropout alike", more)
     return None
 
 
@@ -933,10 +946,15 @@ def failure_of(one: ParityRecord) -> str:
     return one.error
 
 
-def narrow_casts(ranks: Sequence[ParityRecord]) -> ParityFinding | None:
-    """Return the module in which one process rounds numbers to 16 or 8 bits, or None."""
-    finding = _casts(ParityRecord({}), ranks, {}, PARTS)
-    return None if finding is None else replace(finding, axis="one process")
+def alone_difference(one: ParityRecord) -> ParityFinding | None:
+    """Return what is wrong in one process by itself: numbers in 16 or 8 bits, a dropout mask that
+    comes twice, or what a stop and resume change; None: nothing.
+    """
+    narrow = _casts(ParityRecord({}), [one], {}, PARTS)
+    for finding in (narrow, _repeated([one])):
+        if finding is not None:
+            return replace(finding, axis="one process")
+    return stopped_difference([one], {})
 
 
 def _casts(

@@ -23,6 +23,8 @@ from torchdistpackage.errors import TorchDistError
 
 DATA, LOSS = "data", "loss"
 """Names for what a rank is fed and for its loss, beside those of modules."""
+_FEWEST_DROPPED = 8
+"""Elements that equal masks have dropped, or they may be equal by chance."""
 
 
 @dataclass(slots=True)
@@ -60,7 +62,8 @@ class ParityRecord:
     coord: its coordinates. modules: by name, in the order in which their first calls ended.
     losses, norms: of each step. grads: of the first step, after the sum over ranks.
     updated, weights: the weights after the first step, and after the last.
-    masks: of each dropout, the elements that a call kept. error: of the rank that ended the steps.
+    masks: of each dropout, the elements that a call kept. repeated: dropouts of which two calls, as
+    of two micro-batches, kept the same elements. error: of the rank that ended the steps.
     results: the whole model's outputs, if they are known apart from its modules.
     states, loaded: optimizer states by `NAME#KEY` after the last step; weights and states once the
     save of one process is loaded.
@@ -89,6 +92,7 @@ class ParityRecord:
     weights: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     buffers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     masks: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    repeated: list[str] = field(default_factory=list[str])
     results: list[Tensor] = field(default_factory=list[Tensor])
     states: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     loaded: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -308,23 +312,45 @@ def _is_dropout(module: nn.Module) -> bool:
     return named or isinstance(module, nn.modules.dropout._DropoutNd)
 
 
-def dropout_masks(module: nn.Module, call: Callable[[], object]) -> dict[str, Tensor]:
+def dropout_masks(
+    module: nn.Module, call: Callable[[], object], repeated: list[str]
+) -> dict[str, Tensor]:
     """Return which elements each dropout module kept in its first call in `call()`, by module
     name.
+
+    repeated: gets the modules of which two calls have dropped the same elements, although
+    micro-batches have other samples. Layers of other libraries may keep a mask on purpose.
     """
     masks: dict[str, Tensor] = {}
     hooks = []
     for name, part in module.named_modules():
         if _is_dropout(part) and float(getattr(part, "p", getattr(part, "drop_prob", 0.0))) > 0:
+            plain = ".".join(x for x in name.split(".") if x != "module")
+            earlier: list[Tensor] = []
 
             def hook(
-                _: nn.Module, args: tuple[Tensor, ...], output: Tensor, name: str = name
+                _: nn.Module,
+                args: tuple[Tensor, ...],
+                output: Tensor,
+                name: str = plain,
+                earlier: list[Tensor] = earlier,
+                is_plain: bool = _is_ours(part),
             ) -> None:
-                masks.setdefault(name, (output != 0) | (args[0] == 0))
+                # a forward that the backward runs again must draw what it drew
+                if torch._C._current_graph_task_id() != -1:
+                    return
+                mask = (output != 0) | (args[0] == 0)
+                masks.setdefault(name, mask)
+                # a forward without gradients is one that comes again, of the same samples
+                if torch.is_grad_enabled() and int((~mask).sum()) >= _FEWEST_DROPPED:
+                    if any(map(mask.equal, earlier)) and name not in repeated:
+                        repeated.append(name)
+                    if is_plain:
+                        earlier.append(mask)
 
             hooks.append(part.register_forward_hook(hook))
     if hooks:
         call()
     for hook in hooks:
         hook.remove()
-    return {".".join(x for x in n.split(".") if x != "module"): mask for n, mask in masks.items()}
+    return masks

@@ -168,7 +168,8 @@ def _small(plan: Plan, layouts: Sequence[Mapping[str, int]]) -> RunConfig:
     """
     config = plan.config
     if config.model.name is not None:
-        config = smaller_model(config)
+        # by cost the head of a narrow model fills a stage, and no block is where a mistake may be
+        config = _with(smaller_model(config), "pipeline", partition="uniform")
     rounds = config.pipeline.microbatches * config.train.accumulate
     if config.pipeline.schedule != CUSTOM:
         rounds = min(config.pipeline.microbatches, 4) * min(config.train.accumulate, 2)

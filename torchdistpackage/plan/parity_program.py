@@ -30,11 +30,7 @@ import tempfile
 from pathlib import Path
 
 from torchdistpackage.config.load import loads
-from torchdistpackage.equivalence.compare import (
-    first_difference,
-    narrow_casts,
-    stopped_difference,
-)
+from torchdistpackage.equivalence.compare import alone_difference, first_difference
 from torchdistpackage.equivalence.match import TOLERANCE, WITH_SINGLE, difference
 from torchdistpackage.harness.parity.layout_ranks import records_of
 from torchdistpackage.plan.user_code import add_user_code
@@ -153,7 +149,7 @@ def _checked(axes: Mapping[str, int], finding: Any, runs: ComparedRuns) -> tuple
     if axes:
         call = "first_difference(one, ranks, AXES)"
     elif runs.having is runs.one:
-        call = "narrow_casts(ranks) or stopped_difference(ranks, {})"
+        call = "alone_difference(ranks[0])"
     else:
         # rounds are fed other parts of the samples of a step
         lines = "    for record in ranks:\n        record.inputs.clear()\n"

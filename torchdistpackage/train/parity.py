@@ -22,10 +22,9 @@ from torchdistpackage.equivalence.causes import CAUSES
 from torchdistpackage.equivalence.compare import (
     ITS_STEP,
     ParityFinding,
+    alone_difference,
     failure_of,
     first_difference,
-    narrow_casts,
-    stopped_difference,
 )
 from torchdistpackage.equivalence.record import ParityRecord
 from torchdistpackage.errors import TorchDistError
@@ -125,10 +124,9 @@ def compare_run(
         if failure := failure_of(reference):
             raise TorchDistError(f"one process alone fails: {failure}")
         say(f"one process: {time.monotonic() - began:.0f} s")
-        for alone in (narrow_casts([reference]), stopped_difference([reference], {})):
-            if alone is not None:
-                runs = ComparedRuns(run.whole, run.whole, wide=wide, saves=resumes)
-                return ParityReport([({}, alone)], [runs])
+        if (alone := alone_difference(reference)) is not None:
+            runs = ComparedRuns(run.whole, run.whole, wide=wide, saves=resumes)
+            return ParityReport([({}, alone)], [runs])
         findings: list[tuple[dict[str, int], ParityFinding | None]] = []
         sources: list[ComparedRuns] = []
         for feature in run.features:

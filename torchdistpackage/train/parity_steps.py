@@ -88,10 +88,7 @@ def record_run(
     run = _TrainerRun(trainer, folder)
     run.save(NUM_STEPS)
     stopped = run.moment()
-    straight = [
-        run.take_step(NUM_STEPS + 1, masks=record.masks),
-        run.take_step(NUM_STEPS + 2),
-    ]
+    straight = [run.take_step(NUM_STEPS + 1, record), run.take_step(NUM_STEPS + 2)]
     run.close()
     record.resume_gaps = resume_gaps(
         lambda: _TrainerRun(fresh(), folder), NUM_STEPS, stopped, straight
@@ -305,8 +302,8 @@ class _TrainerRun:
     def close(self) -> None:
         self._trainer.close()
 
-    def take_step(self, step: int, masks: dict[str, Tensor] | None = None) -> RunMoment:
-        """Take a step; masks: receives the masks of dropout modules."""
+    def take_step(self, step: int, record: ParityRecord | None = None) -> RunMoment:
+        """Take a step; record: receives the masks of dropout modules."""
         batches, samples = self._trainer.batches, list[int]()
         make_batch, results = batches.of_training, list[StepResult]()
 
@@ -320,9 +317,11 @@ class _TrainerRun:
             results.append(self._trainer.train_step(step).wait())
 
         batches.of_training = fed
-        if masks is not None:
-            dropout_of_call = dropout_masks(self._trainer.stage, call)
-            masks |= {name.partition(".")[2]: mask for name, mask in dropout_of_call.items()}
+        if record is not None:
+            repeated = list[str]()
+            masks = dropout_masks(self._trainer.stage, call, repeated)
+            record.masks = {name.partition(".")[2]: mask for name, mask in masks.items()}
+            record.repeated = [name.partition(".")[2] for name in repeated]
         if not results:
             call()
         batches.of_training = make_batch

@@ -1,11 +1,12 @@
-"""Loops of one's own with `Pipeline`, and a mistake."""
+"""Loops of one's own with `Pipeline` or layers that tensor ranks share, and a mistake in each."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchdistpackage import Pipeline, tpc
+from torchdistpackage import NaiveDDP, Pipeline, tpc
+from torchdistpackage.parallel import ParallelMlp
 from torchdistpackage.testing import ParityModel
 
 DIM, BATCH, BLOCKS = 8, 8, 4
@@ -52,6 +53,28 @@ def pipeline(wrong: str) -> ParityModel:
         return loss
 
     return ParityModel(stage, step, optimizer)
+
+
+def shared_layers(wrong: str) -> ParityModel:
+    """An MLP on the tensor ranks; `drawn`: as it is drawn, by each rank for itself."""
+    torch.manual_seed(0)
+    norm, head = nn.LayerNorm(DIM), nn.Linear(DIM, DIM)
+    first, second = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
+    mlp = ParallelMlp(DIM, 4 * DIM)
+    if wrong != "drawn":
+        layers = {"up": first, "down": second}
+        mlp.from_full({f"{n}.{k}": x for n, m in layers.items() for k, x in m.named_parameters()})
+    net = nn.Sequential(norm, mlp, head).double()
+    model, optimizer = NaiveDDP(net), torch.optim.AdamW(net.parameters(), lr=0.01)
+
+    def step(fed: tuple[Tensor, Tensor]) -> Tensor:
+        optimizer.zero_grad()
+        loss = squared_error(model(fed[0]), fed[1])
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return ParityModel(net, step, optimizer)
 
 
 def batch(number: int, index: int, num: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""`prove` of loops with Pipeline and ZeroOptimizer: right, and with a mistake."""
+"""`prove` of loops with Pipeline, split layers and ZeroOptimizer: right, and with a mistake."""
 
 from functools import partial
 
@@ -20,6 +20,21 @@ def test_a_mistake_between_stages_is_named_with_its_module(pool):
     _, found = report.first
     assert (found.stage, found.axis) == ("gradient", "pipe"), str(report)
     assert found.module.split(".")[0] == "1", str(report)
+
+
+def test_right_layers_of_tensor_ranks_are_alike(pool):
+    layouts = [{"tensor": 2}, {"data": 2, "tensor": 2}]
+    report = prove(partial(part_loops.shared_layers, ""), part_loops.batch, layouts, pool=pool)
+    assert report.is_right, str(report)
+
+
+@pytest.mark.full
+def test_layers_that_each_rank_draws_for_itself_are_named(pool):
+    build = partial(part_loops.shared_layers, "drawn")
+    report = prove(build, part_loops.batch, [{"tensor": 2}], pool=pool)
+    assert report.first is not None
+    _, found = report.first
+    assert (found.stage, found.kind, found.module) == ("start", "initial weights", "1.up")
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from torchdistpackage.equivalence.compare import (
+    alone_difference,
     failure_of,
     first_difference,
-    narrow_casts,
-    stopped_difference,
 )
 from torchdistpackage.errors import ConfigError
 from torchdistpackage.harness.parity.layout_ranks import ParityModel, run_layouts
@@ -51,9 +50,8 @@ def prove(
         (one_process,), *records = run_layouts(build, batch, chosen, ranks, saves)
     if failure := failure_of(one_process):
         raise ConfigError(f"prove: one process alone fails: {failure}")
-    for alone in (narrow_casts([one_process]), stopped_difference([one_process], {})):
-        if alone is not None:
-            return ParityReport([({}, alone)])
+    if (alone := alone_difference(one_process)) is not None:
+        return ParityReport([({}, alone)])
     return ParityReport(
         [
             (axes, first_difference(one_process, record, axes))

@@ -176,7 +176,7 @@ def _compared_steps(rank: _OwnRank, model: ParityModel, record: ParityRecord) ->
     record.weights, record.buffers = weights_of(model), named(module.named_buffers())
     record.states = states_of(model)
     # in a step more, which may differ between layouts: dropout draws by samples and parts
-    record.masks = dropout_masks(module, lambda: model.step(rank.fed(0)))
+    record.masks = dropout_masks(module, lambda: model.step(rank.fed(0)), record.repeated)
 
 
 def _number(loss: Tensor | float) -> float:
