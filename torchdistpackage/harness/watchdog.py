@@ -33,7 +33,7 @@ from torchdistpackage.files import appears
 from torchdistpackage.harness.hang import flights
 from torchdistpackage.harness.hang.dump import Dump, Folder, Nearby, Process, State
 from torchdistpackage.harness.hang.shutdown import Shutdown, end_s
-from torchdistpackage.harness.hang.stacks import FOREIGN, CStacks
+from torchdistpackage.harness.hang.stacks import FOREIGN, HELD_S, CStacks
 from torchdistpackage.launch.slurm.run_dir import attempt_id
 from torchdistpackage.text import SHOWN_RANKS
 from torchdistpackage.topology.mesh import Topology
@@ -261,7 +261,11 @@ class HangWatchdog(Heartbeat):
         self._nearby = Nearby(self._folder.path, (PEEKS - 1) * self._peek_s)
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._loop_thread: int | None = None
-        self._c_stacks = CStacks(enabled=c_stacks)
+        # the timer's thread reads frames without the interpreter's lock, so those that run can
+        # crash the rank: it must not go off where a busy machine halts a rank for seconds, but
+        # before the peers' report
+        held_s = max(HELD_S, min(timeout_s, self.first_timeout_s) / 2)
+        self._c_stacks = CStacks(enabled=c_stacks, held_s=held_s)
         # the loop and the watching thread both write this rank's file
         self._writing = threading.Lock()
         self._alarm, self._reported = threading.Event(), threading.Event()

@@ -15,7 +15,7 @@ from weakref import WeakMethod
 FOREIGN = "a thread that Python did not start, as autograd's of a device"
 """Heading of the stack of a thread that Python did not start."""
 HELD_S = 3.0
-"""Seconds after which the stacks of a held interpreter are written."""
+"""Seconds at least after which the stacks of a held interpreter are written."""
 
 
 def loop_of(stacks: Sequence[str]) -> str:
@@ -78,11 +78,13 @@ class CStacks:
     """Stacks that the C side of faulthandler writes when Python does not run, or crashes.
 
     The timer is off in a fork: its thread is not there in the child, which would wait for it for
-    ever at its end. enabled: whether faulthandler and its one timer are ours to use.
+    ever at its end. enabled: whether faulthandler and its one timer are ours to use. held_s: how
+    long no Python has run when they are written.
     """
 
-    def __init__(self, *, enabled: bool) -> None:
-        self._enabled, self._fd, self._tells_crashes = enabled, -1, False
+    def __init__(self, *, enabled: bool, held_s: float = HELD_S) -> None:
+        self._enabled, self._held_s = enabled, held_s
+        self._fd, self._tells_crashes = -1, False
         # arming and closing must not interleave, and a fork must not copy a running timer
         self._lock = threading.Lock()
 
@@ -115,7 +117,7 @@ class CStacks:
         if self._fd >= 0 and self._enabled:
             if os.fstat(self._fd).st_size:
                 os.ftruncate(self._fd, 0)
-            faulthandler.dump_traceback_later(HELD_S, file=self._fd)
+            faulthandler.dump_traceback_later(self._held_s, file=self._fd)
 
     def _stop(self) -> None:
         if self._fd >= 0 and self._enabled:
