@@ -20,6 +20,7 @@ from torchdistpackage.plan.measured import (
 from torchdistpackage.plan.run_plan import make_plan
 from torchdistpackage.plan.step_time import run_time
 from torchdistpackage.predict.kernels import Matmul, matmul_seconds
+from torchdistpackage.predict.layer import COLLECTIVE_CALLS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TINY, SLURM = str(CONFIGS / "gpt_tiny.yaml"), str(CONFIGS / "gpt_slurm.yaml")
@@ -82,6 +83,27 @@ def test_an_activation_and_an_attention_that_a_host_measured_stand_for_themselve
     flops = 4 * tokens * layers * run.data.seq_len / 2 * dim
     slower = compute(both[0], (1e-11, 3e-11)) - compute(*both)
     assert slower == pytest.approx(1e-11 * 2.5 * flops)
+
+
+@pytest.mark.parametrize(
+    ("axis", "more", "calls"),
+    [
+        ("tensor", "sequence_parallel=false", 4),
+        ("tensor", "sequence_parallel=true", 9),
+        ("context", "cp_comm_type=p2p", 3),
+        ("context", "cp_comm_type=a2a", 6),
+    ],
+)
+def test_a_host_also_pays_for_the_calls_around_a_collective(axis: str, more: str, calls: int):
+    keys = "parallel.pipe=1", "parallel.data=2", f"parallel.{axis}=2", f"parallel.{more}"
+    run = load(TINY, [])
+    times = run.model.layers * run.pipeline.microbatches
+    wanted = times * calls * COLLECTIVE_CALLS * SPEED.call_s
+    host, plain = (
+        seconds(profile_of(), *x)["host and framework"]
+        for x in (keys, ("parallel.pipe=1", "parallel.data=4"))
+    )
+    assert host - plain == pytest.approx(wanted)
 
 
 def test_a_type_that_was_not_measured_has_the_times_of_another() -> None:

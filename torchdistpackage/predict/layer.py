@@ -38,6 +38,10 @@ for the device, and the first long kernel after it: the device is idle meanwhile
 CLAMP_STALL_CALLS = 2.0
 """The same for the number that Megatron-LM adds to a clamped gate, which it copies to the device in
 each forward of the activation (`torch.tensor` in the same function)."""
+COLLECTIVE_CALLS = 10.0
+"""The same around a collective in a block, besides what its measured latency has: autograd's
+function, views, waiting and the record. Counted as CPU seconds of a rank's main thread on gloo with
+tensor and context ranks, beside those with data ranks; on a device such calls are hidden."""
 ATTENTION_MATMULS = ("q", "k", "v", "q k v", "attention output")
 
 
@@ -363,7 +367,33 @@ class LayerCosts:
         self._tensor(time, ops, rerun)
         self._context(time, ops, rerun)
         self._expert(time, rerun)
+        if self.device.is_host:
+            self._collective_calls(time, rerun)
         return time
+
+    def _collective_calls(self, time: BlockTime, rerun: float) -> None:
+        """Add what a host starts around the collectives of a block, and the copies to and from
+        their buffers."""
+        x, z = self.layout, self.sizes
+        calls, copied = [0.0, 0.0], 0.0
+        if x.tensor > 1:
+            # along the sequence the backward gathers the inputs once more
+            calls = [4.0, 5.0] if x.sequence_parallel else [2.0, 2.0]
+            copied += 4 * x.tokens * z.dim if x.sequence_parallel else 0.0
+        if x.context > 1:
+            is_ring = x.context_exchange == "ring"
+            calls[0] += x.context - 1 if is_ring else 3.0
+            calls[1] += 2.0 * (x.context - 1) if is_ring else 3.0
+            # packed and unpacked
+            copied += 4 * x.tokens * (z.heads + z.kv_heads) * z.head_dim / x.tensor
+        if x.expert > 1 and z.num_experts:
+            calls = [calls[0] + 2.0, calls[1] + 2.0]
+        time.calls[0] += COLLECTIVE_CALLS * calls[0]
+        time.calls[1] += COLLECTIVE_CALLS * (calls[1] + rerun * calls[0])
+        copied_s = self._bytes(2 * x.item_bytes * copied)
+        time.forward += copied_s
+        time.backward += copied_s
+        time.recompute += rerun * copied_s
 
     def _copied(self, shared: list[tuple[float, int]]) -> tuple[float, float]:
         """Seconds to bring shards of weights to their dtype and to copy gathered weights out of
