@@ -36,6 +36,8 @@ def test_a_certificate_holds_for_any_number_of_ranks_along_its_axes(tmp_path: Pa
     assert "data and tensor" in reasons(split)
     changed = config(tmp_path, "optim.clip=0.5")
     assert "there is no" in reasons(changed)
+    certificate(split, [{"tensor": 2}]).write(certificate_path(run))
+    assert read_certificate(certificate_path(run)).layouts == [{"data": 2}, {"tensor": 2}]
 
 
 def test_other_versions_and_other_code_void_it(tmp_path: Path, monkeypatch):
@@ -49,6 +51,7 @@ def test_other_versions_and_other_code_void_it(tmp_path: Path, monkeypatch):
     (tmp_path / "mine.py").write_text("def build(): ...\n")
     monkeypatch.setattr(module, "version", lambda name: "0.0.1")
     assert "torch" in reasons(run) and "0.0.1" in reasons(run)
+    assert certificate(run, [{"pipe": 2}]).layouts == [{"pipe": 2}]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"format": 9}', json.dumps({"format": 1})])

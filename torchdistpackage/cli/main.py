@@ -32,7 +32,7 @@ COMMANDS = {
     "init": "Write the YAML file of a run, from five questions or options.",
     "train": "Train on this machine, or as a rank of torchrun or srun.",
     "submit": "Submit a run, or a sweep of runs, to Slurm.",
-    "jobs": "List, show, follow, cancel and resubmit submitted runs.",
+    "jobs": "List (also: tdp runs), show, follow, cancel and resubmit runs.",
     "report": "Write one HTML file that shows a run, or compares several.",
     "watch": "Follow a run in the terminal.",
     "plan": "Summarize a run's layout, memory, schedule and communication.",

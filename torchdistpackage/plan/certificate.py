@@ -10,7 +10,7 @@ import os
 import platform
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -62,10 +62,19 @@ class Certificate:
 
 
 def certificate(config: RunConfig, layouts: Sequence[Mapping[str, int]]) -> Certificate:
-    """Return the certificate of a run whose layouts are the same as one process."""
-    return Certificate(
-        config_hash(config), code_hash(config), versions(), [dict(x) for x in layouts]
-    )
+    """Return the certificate of a run whose layouts are the same as one process.
+
+    It also has the layouts that were proved before, for the same code and versions.
+    """
+    found = Certificate(config_hash(config), code_hash(config), versions(), [*map(dict, layouts)])
+    try:
+        before = read_certificate(certificate_path(config))
+    except (OSError, ValueError):
+        return found
+    if replace(before, layouts=()) != replace(found, layouts=()):
+        return found
+    earlier = [x for x in before.layouts if x not in found.layouts]
+    return replace(found, layouts=[*earlier, *found.layouts])
 
 
 def certificate_path(config: RunConfig) -> Path:

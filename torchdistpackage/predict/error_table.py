@@ -108,9 +108,9 @@ def readme_sentence() -> str:
     mean, worst = mean_and_worst(fitted)
     missed = sum(misses_bar(each) for each in others)
     return (
-        f"{len(fitted)} steps on the three fitted devices err by {mean:.1%} in the mean and "
-        f"{worst:.1%} at worst; {missed} of {len(others)} steps on other devices err by more than "
-        f"{UNFITTED_BAR:.0%}.\n"
+        f"{len(fitted)} predicted steps on the three fitted devices are off by {mean:.1%} on "
+        f"average and {worst:.1%} at worst; {missed} of {len(others)} on other devices are off by "
+        f"more than {UNFITTED_BAR:.0%}.\n"
     )
 
 

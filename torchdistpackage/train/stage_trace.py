@@ -8,6 +8,7 @@ line in between and beyond. A fused attention stands in for that of the device, 
 keeps; experts are chosen alike.
 """
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -42,6 +43,7 @@ from torchdistpackage.parallel.tensor.four_bit import checked_kernel
 from torchdistpackage.plan.memory_fit import asked_places
 from torchdistpackage.plan.run_plan import Plan
 from torchdistpackage.plan.traced_stage import TracedBytes, TracedStage
+from torchdistpackage.plan.user_code import add_user_code
 from torchdistpackage.thread_ranks.alone import run_alone
 from torchdistpackage.tools.activations import storages_of
 from torchdistpackage.tools.live_bytes import LiveBytes
@@ -64,6 +66,7 @@ def traced(plan: Plan, places: Sequence[int] = ()) -> Plan | str:
     Raises:
         NotAvailableError: transformers is not installed, or too old.
     """
+    add_user_code(os.environ)
     try:
         with keep_random_states(_HOST):
             stages, layouts = run_alone(lambda: _trace(plan, places), plan.topology, 0)
@@ -75,8 +78,8 @@ def traced(plan: Plan, places: Sequence[int] = ()) -> Plan | str:
         text = str(error).partition("\n")[0][:200]
         if isinstance(error, ModuleNotFoundError):
             return (
-                f"activations are not counted: {name} cannot be imported ({text}); run tdp where "
-                f"Python finds it, or name its folder in PYTHONPATH"
+                f"activations are not counted: {name} cannot be imported ({text}); run tdp in "
+                f"the folder of your modules, or name it in PYTHONPATH"
             )
         return (
             f"activations are not counted: {name} does not run without numbers "
