@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from torchdistpackage.equivalence.backward import backward_culprit
 from torchdistpackage.equivalence.compare import (
     alone_difference,
     first_difference,
@@ -180,3 +181,23 @@ def test_one_factor_of_all_gradients_is_a_clipping_unless_it_is_the_ranks(factor
     rank = replace(right, grads={name: factor * x for name, x in grads.items()})
     finding = first_difference(right, [rank] * 2, DATA)
     assert finding is not None and finding.kind == kind
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+@pytest.mark.parametrize("wrong", [0.5, 2.0, 3.0])
+def test_a_backward_that_is_wrong_by_a_number_of_ranks_is_found(scale: float, wrong: float):
+    """A rank's loss may differ by such a factor too, as a mean of its part, but everywhere."""
+    grads = [torch.randn(4, 3, dtype=torch.float64) for _ in range(4)]
+
+    def record(factors: tuple[float, ...], rows: slice) -> ParityRecord:
+        shown = [[grad[rows] * f] for grad, f in zip(grads, factors, strict=True)]
+        names = ("first", "second", "third")
+        calls = {n: ModuleCalls([], [], shown[i], shown[i + 1]) for i, n in enumerate(names)}
+        return ParityRecord({}, modules=calls)
+
+    right = record((scale,) * 4, slice(0, 2))
+    planted = record((scale * wrong, scale * wrong, scale, scale), slice(2, 4))
+    one = record((1.0,) * 4, slice(0, 4))
+    found = backward_culprit(one, [right, planted], {"data": 2})
+    assert found is not None and (found.module, found.rank) == ("second", 1)
+    assert backward_culprit(one, [right, right], {"data": 2}) is None

@@ -34,10 +34,11 @@ def backward_culprit(
     beside it get a wrong gradient too.
     """
     wrong, got_wrong = dict[str, Wrong](), set[str]()
+    factors = [_factors_of(record, reference, axes) for record in ranks]
     for name in reference.modules:
         for rank, record in enumerate(ranks):
             if name in record.modules:
-                verdict = _turned(record, reference, name, axes)
+                verdict = _turned(record, reference, name, factors[rank])
                 if verdict == "given":
                     got_wrong.add(name)
                 elif isinstance(verdict, float):
@@ -54,7 +55,7 @@ def backward_culprit(
 
 
 def _turned(
-    record: ParityRecord, reference: ParityRecord, name: str, axes: Mapping[str, int]
+    record: ParityRecord, reference: ParityRecord, name: str, factors: Sequence[float]
 ) -> float | str | None:
     """Return how wrong the gradient is that a rank's module passes back although it received a
     right one.
@@ -66,12 +67,27 @@ def _turned(
         return None
     if not any(bool(x.any()) for x in full.output_grads):
         return None
-    fits = [f for f in _factors(axes) if _apart(calls.output_grads, full.output_grads, f) == 0.0]
+    fits = [f for f in factors if _apart(calls.output_grads, full.output_grads, f) == 0.0]
     if not fits:
         return "given"
     if not calls.input_grads or len(calls.input_grads) != len(full.input_grads):
         return None
     return min(_apart(calls.input_grads, full.input_grads, f) for f in fits) or None
+
+
+def _factors_of(
+    record: ParityRecord, reference: ParityRecord, axes: Mapping[str, int]
+) -> list[float]:
+    """Return the factors by which the gradients of a rank may differ: those that fit what the
+    module next to its loss gets, as a backward has one loss; all of them, if none does.
+    """
+    every = list(_factors(axes))
+    for name in reversed(reference.modules):
+        full = reference.modules[name].output_grads
+        theirs = record.modules[name].output_grads if name in record.modules else []
+        if len(theirs) == len(full) and any(bool(x.any()) for x in theirs):
+            return [f for f in every if _apart(theirs, full, f) == 0.0] or every
+    return every
 
 
 def _factors(axes: Mapping[str, int]) -> Iterator[float]:
