@@ -72,6 +72,9 @@ def test_a_run_without_one_is_not_submitted(tmp_path: Path, capsys):
     assert main(["submit", str(file), "optim.lr=1", "--proved", "--dry-run"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert f"tdp prove {file} optim.lr=1 --layouts this" in said
+    certificate(load(str(file), []), [{"data": 2}]).write(certificate_path(load(str(file), [])))
+    assert main(["submit", str(file), "--proved", "--dry-run"]) == 0
+    assert main(["submit", str(file), "optim.lr=1", "--proved", "--dry-run"]) == 2
 
 
 @pytest.mark.full
