@@ -66,6 +66,18 @@ def test_a_right_run_gets_a_certificate(file: Path, monkeypatch, capsys, name: s
     assert str(certificate_path(run)) in "".join(capsys.readouterr().err.split("\n"))
 
 
+def test_a_model_of_your_own_that_may_not_be_split_is_told(tmp_path: Path, monkeypatch, capsys):
+    """Else copies on all tensor ranks would look like a proof that the model can be split."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wrong.py").write_text(WRONG.replace("PLANT", "x"))
+    own = SMALL.replace("{{layers: 2, dim: 32, heads: 4}}", "{{target: wrong:build}}")
+    (tmp_path / "run.yaml").write_text(own.format(folder=tmp_path))
+    answered(monkeypatch, None)
+    for word, is_told in (("parallel.tensor=2", True), ("parallel.data=2", False)):
+        assert main(["prove", "run.yaml", word, "--layouts", "this"]) == 0
+        assert ("parallel.tensor=2" in capsys.readouterr().err) == is_told
+
+
 def test_a_wrong_run_gets_a_program(file: Path, monkeypatch):
     finding = ParityFinding("blocks.0", "outputs", 0.5, 1, "a cause", kind="wrong sum")
     answered(monkeypatch, finding)

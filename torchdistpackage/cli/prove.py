@@ -18,7 +18,7 @@ from torchdistpackage.plan.parity_model import is_model, model_plan, with_small_
 from torchdistpackage.plan.parity_plan import parity_run
 from torchdistpackage.plan.parity_program import failing_program
 from torchdistpackage.plan.refusals import refuse_here
-from torchdistpackage.plan.run_plan import local_procs, make_plan
+from torchdistpackage.plan.run_plan import local_procs, make_plan, own_model_warnings
 from torchdistpackage.plan.user_code import code_folder
 
 COMPARE = "torchdistpackage.train.parity:compare_plan"
@@ -60,7 +60,8 @@ def prove(config: Config, overrides: Overrides = None, *, layouts: Layouts = "al
                 _say(note)
         else:
             run = load(config, list(overrides or []))
-            make_plan(run, local_procs(run), config)
+            for text in own_model_warnings(make_plan(run, local_procs(run), config)):
+                _say(f"warning: {text}")
             refuse_here(run, config, code_folder(os.environ))
             small = with_template_date(run)
             if run.model.hf is not None:
