@@ -56,14 +56,6 @@ class StageCut(NamedTuple):
         """Return the ends of all stages, from 0 on."""
         return [*(self.before.ends() if self.before else ()), self.end]
 
-    def beats(self, other: "StageCut") -> bool:
-        """Return whether `other` cannot get a less busy busiest rank, whatever stages follow."""
-        return (
-            self.rank <= other.rank
-            and all(map(le, self.open, other.open))
-            and all(map(le, self.full, other.full))
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class PartitionProblem:
@@ -270,8 +262,19 @@ class _StageSearch:
         if not cuts[0].open:
             return cuts[:1]
         best_cuts: list[StageCut] = []
+        has_memory = self.problem.memory is not None
         for cut in cuts:
-            if not any(other.beats(cut) for other in best_cuts):
+            rank, open_times, full = cut.rank, cut.open, cut.full
+            # written out, since a search spends most of its time here: another beats this cut if
+            # this one cannot get a less busy busiest rank, whatever stages follow
+            for other in best_cuts:
+                if (
+                    other.rank <= rank
+                    and all(map(le, other.open, open_times))
+                    and (not has_memory or all(map(le, other.full, full)))
+                ):
+                    break
+            else:
                 best_cuts.append(cut)
                 if len(best_cuts) == self.kept:
                     break
