@@ -200,7 +200,9 @@ def _mlperf_lora(recomputed: int = 0) -> StepLayout:
 def _gpt_oss(device: str, expert: int) -> StepLayout:
     """The layout of GPT-OSS 120B on 64 GPUs without a pipe, as in
     scripts/performance/configs/gpt_oss/gpt_oss_workload_base_configs.py of v0.3.0 and, with 8 ranks
-    of experts, v0.4.0: where memory is short, norms and activations are computed again."""
+    of experts, v0.4.0: where memory is short, norms and activations are computed again. The loss
+    is Megatron-LM's own, which copies logits to float32 (`cross_entropy_fusion_impl` in
+    src/megatron/bridge/recipes/gpt_oss/gpt_oss.py)."""
     return StepLayout(
         64,
         4096,
@@ -211,6 +213,7 @@ def _gpt_oss(device: str, expert: int) -> StepLayout:
         reduce_bytes=2,
         recompute="elementwise" if device in ("b200", "gb200") else "none",
         dedups=expert == 8,
+        loss="eager",
         attention="flash3",
         joins=True,
         expert_bias=True,
@@ -520,6 +523,7 @@ ROWS: tuple[PublishedStep, ...] = (
                 zero=1,
                 reduce_bytes=2,
                 recompute="elementwise",
+                loss="eager",
                 attention="flash3",
                 joins=True,
                 expert_bias=True,
