@@ -1,11 +1,14 @@
 """`tdp prove` of a configuration: a right run is one line, a planted mistake is named."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
+from tests.train.sources import UnevenTokens
 from torchdistpackage.cli.main import main
 from torchdistpackage.config.load import load, loads
 from torchdistpackage.errors import ConfigError
@@ -42,6 +45,29 @@ def compared(overrides: list[str], pool):
 )  # fmt: skip
 def test_a_right_run_is_one_line(pool, layout):
     report = compared([*GPT, *layout], pool)
+    assert report.is_right, str(report)
+
+
+class InOrder(UnevenTokens):
+    """Begins a step where the one before has ended, as a file of texts does."""
+
+    def batch(self, split, seed, step, data_index, num_data, per_rank, *, first=0):
+        begin = (step - 1) * num_data * per_rank + data_index * per_rank + first
+        rows = [self._row(split, seed, 0, begin + i) for i in range(per_rank)]
+        return torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows])
+
+
+def test_micro_batches_are_right_where_a_smaller_batch_comes_to_other_samples(pool):
+    """Those of a mixture all get the samples of the first, so their batch is a part."""
+    data = [
+        "data.target=tests.train.test_parity_run:InOrder",
+        "data.args={seq_len: 16, vocab: 256}",
+    ]
+    words = ["model.moe.num_experts=2", "pipeline.microbatches=2", "parallel.data=2"]
+    config = loads("launch: {local: {procs: null}}", overrides=[*GPT, *data, *words])
+    run = parity_run(make_plan(config, num_ranks(config)))
+    assert [x.alike for x in run.features] == [True]
+    report = compare_run(replace(run, layouts=[]), pool, resumes=False)
     assert report.is_right, str(report)
 
 

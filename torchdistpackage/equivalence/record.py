@@ -8,7 +8,7 @@ draws is looked at apart, since one process and many ranks draw differently for 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,19 @@ class ParityRecord:
     early: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     error: str = ""
     error_detail: str = ""
+
+    def of_first_step(self) -> "ParityRecord":
+        """Return the record without what later steps have left."""
+        return replace(
+            self,
+            losses=self.losses[:1],
+            norms=self.norms[:1],
+            rates=self.rates[:1],
+            weights={},
+            buffers={},
+            states={},
+            placed={},
+        )
 
 
 def copies(named: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -202,6 +202,9 @@ def _changed(feature: ComparedOption, ranks: Ranks, runs: ComparedRuns) -> Parit
     )
     # rounds are fed other parts of the samples of a step
     having = [replace(record, inputs=[]) for record in having]
+    if runs.alike:
+        # they have batches of unlike sizes, so later steps come to other samples
+        without, having = ([x.of_first_step() for x in records] for records in (without, having))
     finding = first_difference(without[0], having, {feature.name: 1})
     kinds = ("", "uneven means", "order of data", "auxiliary loss", "scaled loss")
     if finding is None or finding.kind in kinds:
