@@ -29,6 +29,7 @@ from torchdistpackage.families.registry import FAMILIES, SPLIT_ALONE
 from torchdistpackage.models.transformers_found import found_on
 from torchdistpackage.models.transformers_layout import TransformersShape, global_name, layouts
 from torchdistpackage.models.transformers_meta import on_meta
+from torchdistpackage.models.transformers_weights import StoredGroup
 
 SHARES_KEYS = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "num_key_value_heads": 2}
 SHARES_KEYS |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -303,6 +304,22 @@ def test_an_export_keeps_the_heads_of_further_tokens_that_its_class_ignores(rank
     mine = load_file(tmp_path / "out" / "model.safetensors")
     assert mine.keys() == tensors.keys() | mtp.keys()
     assert all(torch.equal(mine[key], x) for key, x in mtp.items())
+
+
+def test_a_way_that_casts_to_the_dtype_of_the_model_rounds_nothing():
+    """As transformers' of Inkling 2's head, whose padded rows it leaves out."""
+
+    class Casting:
+        def add_tensor(self, name, key, pattern, read):
+            self.read = read
+
+        def convert(self, name, model, config):
+            return {name: self.read()[:2].to(model.get_parameter(name).dtype)}
+
+    model, stored = torch.nn.Linear(3, 2, device="meta"), torch.randn(4, 3, dtype=torch.float64)
+    model.config = None
+    group = StoredGroup("weight", (("weight", "key"),), Casting())
+    assert torch.equal(group.convert(model, lambda key: stored)["weight"], stored[:2])
 
 
 @STACKED

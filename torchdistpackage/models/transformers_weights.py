@@ -8,6 +8,7 @@ for one parameter at a time, so that a rank reads and holds what is its own.
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial, singledispatch
@@ -74,9 +75,19 @@ class StoredGroup:
         """
         if self.converter is None:
             return {self.name: read_tensor(self.keys[0][1])}
+
+        def read(key: str) -> Tensor:
+            tensor = read_tensor(key)
+            with suppress(AttributeError):  # a name of several parameters
+                # some ways cast to the model's dtype, which would round float64
+                parameter = model.get_parameter(self.name)
+                if tensor.is_floating_point():
+                    parameter.data = parameter.data.to(tensor.dtype)
+            return tensor
+
         converter = deepcopy(self.converter)
         for pattern, key in self.keys:
-            converter.add_tensor(self.name, key, pattern, partial(read_tensor, key))
+            converter.add_tensor(self.name, key, pattern, partial(read, key))
         converted = converter.convert(self.name, model=model, config=model.config)
         return {name: _only(value) for name, value in converted.items()}
 
