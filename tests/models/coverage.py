@@ -269,11 +269,14 @@ def _compiled(pool: ThreadPool, at: str, truths: Truths, mode: str) -> float | s
     """Blocks of one graph each, in one process."""
     run = [f"model.hf={at}", *AXES["compile"]]
     cell = tried(pool, run, truths.get(1), 1, mode)
-    if isinstance(cell, str) and mode == coverage_ranks.MODES[0] and _MIXED.search(cell):
+    for plain in coverage_ranks.MODES[1:] if mode == coverage_ranks.MODES[0] else ():
+        if not (isinstance(cell, str) and _MIXED.search(cell)):
+            break
         # a compiler does not see that float() is to give float64
-        plain = coverage_ranks.MODES[1]
-        truth = pool(1).run(coverage_ranks.alone, at, 1, coverage_ranks.STEPS, 1.0, plain)[0]
-        cell = tried(pool, run, truth, 1, plain)
+        given = at, 1, coverage_ranks.STEPS, 1.0, plain
+        cell = _compared(
+            pool, run, lambda given=given: pool(1).run(coverage_ranks.alone, *given)[0], 1, plain
+        )
     if isinstance(cell, str) and (said := _ONE_GRAPH.search(cell)) is not None:
         return said[0]  # the run names the block, and what to set
     return cell
@@ -428,7 +431,8 @@ def page(found: list[dict[str, Any]]) -> str:
         f"*ok*: within {EXACT:.0e}; *ok, float32 within*: within {ROUNDED:.0e}, as the class "
         f"itself rounds to float32, or within {SPREAD:.0f} times what transformers differs from "
         f"itself when its loss is multiplied by {SCALE:.0f} and its gradients are divided by it; "
-        "of a class that keeps parameters in float32, losses and the first step's gradients. "
+        "of a class that keeps parameters in float32, or that a compiler cannot take in float64, "
+        "losses and the first step's gradients. "
         "Any other text is the refusal that `tdp plan` and `tdp train` give before the class runs.",
         "",
         f"| model_type | class | {' | '.join(AXES)} |",
