@@ -1,7 +1,6 @@
 """What stacks tell of a hang in which nothing is numbered, and who writes them. No torch."""
 
 import contextlib
-import faulthandler
 import os
 import signal
 import subprocess
@@ -17,7 +16,6 @@ from tests.tells import tells
 from torchdistpackage.harness.hang.diagnosis import Cause
 from torchdistpackage.harness.hang.dump import State
 from torchdistpackage.harness.hang.stacks import FOREIGN, innermost, is_waiting
-from torchdistpackage.harness.watchdog import HangWatchdog
 
 REDUCE = """\
   File "/home/me/train.py", line 9, in step
@@ -220,19 +218,3 @@ def test_what_a_rank_has_started_ends_with_it(tmp_path):
     while (stat := Path(f"/proc/{pid}/stat")).exists() and ") Z " not in stat.read_text():
         assert time.monotonic() < end_s, f"process {pid} is still there"
         time.sleep(0.02)
-
-
-@pytest.mark.parametrize(
-    ("timeout_s", "first_s", "held_s"), [(120, 600, 60), (120, 20, 10), (2, 9, 3)]
-)
-def test_the_timer_waits_as_long_as_a_report_lets_it(
-    tmp_path, monkeypatch, timeout_s, first_s, held_s
-):
-    """It reads frames that may run: where a busy machine halts a rank for seconds, it can crash."""
-    asked: list[float] = []
-    timer = "dump_traceback_later"
-    monkeypatch.setattr(faulthandler, timer, lambda timeout, file: asked.append(timeout))
-    limits = {"timeout_s": timeout_s, "first_timeout_s": first_s}
-    with HangWatchdog(tmp_path, rank=0, world_size=1, start="a", **limits):
-        pass
-    assert set(asked) == {held_s}

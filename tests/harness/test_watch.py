@@ -5,6 +5,7 @@ tests may look at what it left.
 """
 
 import contextlib
+import faulthandler
 import os
 import re
 import signal
@@ -378,3 +379,19 @@ def test_what_follows_every_step_is_held_to_the_limit_of_a_step_once_it_was_shor
 
     assert [limit_s("short", 1.0) for _ in range(3)] == [600.0, 8.0, 8.0]
     assert [limit_s("long", takes_s) for takes_s in (3.0, 1.0, 1.0)] == [600.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "first_s", "held_s"), [(120, 600, 60), (120, 20, 10), (2, 9, 3)]
+)
+def test_the_timer_waits_as_long_as_a_report_lets_it(
+    tmp_path, monkeypatch, timeout_s, first_s, held_s
+):
+    """It reads frames that may run: where a busy machine halts a rank for seconds, it can crash."""
+    asked: list[float] = []
+    timer = "dump_traceback_later"
+    monkeypatch.setattr(faulthandler, timer, lambda timeout, file: asked.append(timeout))
+    limits = {"timeout_s": timeout_s, "first_timeout_s": first_s}
+    with HangWatchdog(tmp_path, rank=0, world_size=1, start="a", **limits):
+        pass
+    assert set(asked) == {held_s}
